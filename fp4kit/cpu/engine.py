@@ -39,6 +39,7 @@ from fp4kit.recipes.schema import faking
 from fp4kit.reference import quantize as partial_specification
 from fp4kit.reference.codec import stack
 from fp4kit.reference.matmul import as_terms
+from fp4kit.reference.matmul import low_rank_product as low_rank_product_of_specification
 from fp4kit.reference.quantize import EncodeOptions
 from fp4kit.reference.stochastic import hadamard_factor
 
@@ -269,6 +270,19 @@ def _cast_shard(
 
 
 TERMS_PER_CALL = 1 << 30  # multiplications per call to the library; Python can handle Ctrl-C between calls
+
+
+def low_rank_product(b: np.ndarray, a: np.ndarray) -> np.ndarray:
+    """Return B A, float32 (N, K), as reference.matmul.low_rank_product computes it. b: (N, r); a: (r, K)."""
+    found = library.library().functions
+    if found is None:
+        return low_rank_product_of_specification(b, a)
+    b, a = np.ascontiguousarray(b), np.ascontiguousarray(a)
+    (rows, rank), columns = b.shape, a.shape[1]
+    out = np.empty((rows, columns), np.float32)
+    arrays = map(address, (b, a, out))
+    found.fp4kit_low_rank(*arrays, rows, rank, columns, threads_for(out.size))
+    return out
 
 
 def matmul(calls: list[MatmulCall]) -> list[np.ndarray]:

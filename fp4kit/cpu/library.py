@@ -236,6 +236,7 @@ def _load(level: str) -> Any:
         ("search_factors", None, [POINTER(SearchFactorsCall)]),
         ("search_quest", None, [POINTER(SearchQuestCall)]),
         ("matmul", None, [POINTER(ProductCall), c_int64, c_int32]),
+        ("low_rank", None, [*[c_void_p] * 3, *[c_int64] * 3, c_int32]),
         ("rotate", None, [POINTER(RotateCall)]),
         ("transpose", None, [c_void_p, c_void_p, c_int64, c_int64, c_int32, c_int32]),
     ):

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from fp4kit.reference.arith import Array, Dtype
+from fp4kit.reference.arith import Array, Dtype, fma
 from fp4kit.units import DotAdd, FloorDotAdd, Unit
 
 LEAST_EXPONENT = -126  # the exponent of the smallest normal float32
@@ -277,6 +277,17 @@ def sum_float32(a: Factor, b: Factor, c: Array) -> Array:
     for k in range(x.shape[-1]):
         c = c + x[:, None, k] * y[:, k]
     return c
+
+
+def low_rank_product(b: Array, a: Array) -> Array:
+    """Return B A, float32 (N, K): every element is a chain of fused multiply-adds in the order of the rank, from +0.
+
+    So MKL computes it for PyTorch on x86-64, up to a rank of 128. b: float32 (N, r); a: float32 (r, K).
+    """
+    total = np.zeros((len(b), a.shape[1]), np.float32)
+    for k in range(len(a)):
+        total = fma(b[:, k : k + 1], a[k], total)
+    return total
 
 
 _ORDERS = {"exact": sum_exact, "float64": sum_float64, "float32-blocks": sum_float32_blocks, "dequantized": sum_float32}

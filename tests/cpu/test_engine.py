@@ -15,9 +15,11 @@ from float_modes import tiny
 from inputs import BF16, NAMES, STOCHASTIC, ordinary
 
 import fp4kit
-from fp4kit.evidence.testing import SPECIFICATION, adversarial_blocks
+from fp4kit.cpu import engine, library
+from fp4kit.evidence.testing import SPECIFICATION, adversarial_blocks, assert_same_bits
 from fp4kit.formats import FLOATS
 from fp4kit.recipes import RECIPES
+from fp4kit.reference import matmul as specification
 
 pytestmark = NEEDS_ENGINE
 F32 = np.dtype(np.float32)
@@ -280,3 +282,20 @@ def test_requantized(name, target):
     found = fp4kit.requantize(q, target)
     assert_equal(found.quantized, expected.quantized)
     assert (found.exact, found.changed) == (expected.exact, expected.changed)
+
+
+@pytest.mark.parametrize("shape", [(1, 1, 1), (33, 7, 1029), (17, 64, 100), (65, 0, 3), (0, 3, 3), (2, 3, 0)], ids=str)
+def test_low_rank_products(monkeypatch, shape):
+    """The product of an adapter's halves has the bits of the specification, also where sums cancel or overflow."""
+    rows, rank, columns = shape
+    rng = np.random.default_rng(rank)
+    b, a = (np.exp2(rng.integers(-75, 70, size)) for size in ((rows, rank), (rank, columns)))
+    b, a = (np.float32(x * rng.integers(-(1 << 24), 1 << 24, x.shape)) for x in (b, a))
+    b[..., ::2] = -b[..., 1::2] if rank % 2 == 0 else b[..., ::2]
+    b[:1, :1], a[-1:, 1:2] = np.inf, -0.0
+    with np.errstate(all="ignore"):
+        found, expected = engine.low_rank_product(b, a), specification.low_rank_product(b, a)
+    assert_same_bits(found, expected)
+    monkeypatch.setattr(library, "library", lambda: library.CompiledLibrary(None, "none"))
+    with np.errstate(all="ignore"):
+        assert_same_bits(engine.low_rank_product(b, a), expected)

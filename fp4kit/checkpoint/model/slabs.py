@@ -18,6 +18,7 @@ from fp4kit.arithmetic import ieee
 from fp4kit.checkpoint.containers import table
 from fp4kit.checkpoint.containers.table import CODES, SCALES, TENSOR_SCALE, VALUES, Container
 from fp4kit.checkpoint.model.weights import Q8_0, Located, LowRankUpdate, Weight, WeightRotation
+from fp4kit.cpu.engine import low_rank_product
 from fp4kit.layouts import unpack_gguf, unpacked, unswizzle_scales
 from fp4kit.recipes import RECIPES
 from fp4kit.reference.dequantize import dequantize_tile
@@ -26,10 +27,11 @@ from fp4kit.storage.safetensors_file import NUMPY_DTYPES, SafetensorsFile, Tenso
 
 
 # The update of a LoRA adapter is added as PEFT merges it: W + s (B A), with A [r, K] and B [N, r], all taken as
-# float32. B A is NumPy's float32 product, in which every element is a chain of fused multiply-adds in the order of the
-# rank (with NumPy's OpenBLAS on x86-64). It is multiplied by s, then added to W in float32. An unquantized W keeps its
-# dtype: the sum is rounded to it, once. For an embedding, PEFT also rounds the update to the dtype of W before it adds
-# it. Source: peft 0.21 tuners/lora/layer.py merge, with adapters in float32 (default).
+# float32. Every element of B A is a chain of fused multiply-adds in the order of the rank, as MKL computes it for
+# PyTorch on x86-64 (the product of NumPy's OpenBLAS has these bits on some processors only). It is multiplied by s,
+# then added to W in float32. An unquantized W keeps its dtype: the sum is rounded to it, once. For an embedding, PEFT
+# also rounds the update to the dtype of W before it adds it. Source: peft 0.21 tuners/lora/layer.py merge, with
+# adapters in float32 (default).
 class UpdateRows(NamedTuple):
     """The update of some rows: b float32 [n, r], a float32 [r, K], and the factor of their product.
 
@@ -47,7 +49,7 @@ class UpdateRows(NamedTuple):
     def delta(self) -> npt.NDArray[np.float32]:
         """The update itself, float32 [n, K]."""
         with np.errstate(over="ignore", invalid="ignore"):
-            return np.multiply(self.b @ self.a, self.scale, dtype=np.float32)
+            return np.multiply(low_rank_product(self.b, self.a), self.scale, dtype=np.float32)
 
     @ieee("merge_adapter")
     def added_to(self, values: np.ndarray) -> np.ndarray:

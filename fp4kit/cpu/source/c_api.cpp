@@ -289,6 +289,26 @@ FP4KIT_EXPORT void fp4kit_rotate(const RotateCall* call) {
   });
 }
 
+// Multiply b (rows, rank) and a (rank, columns), both contiguous, and store the product in `out`: every element is a
+// chain of fused multiply-adds in the order of the rank, which starts at +0.
+FP4KIT_EXPORT void fp4kit_low_rank(const float* b, const float* a, float* out, i64 rows, i64 rank, i64 columns,
+                                   i32 threads) {
+  const Tiles tiles{rows, columns, 16, 1024};
+  auto work = [&](i64 index) {
+    const Rectangle tile = tiles.tile(index);
+    for (i64 i = tile.row; i < tile.row + tile.rows; ++i) {
+      float sums[1024] = {};
+      for (i64 k = 0; k < rank; ++k) {
+        const float factor = b[i * rank + k];
+        const float* row = a + k * columns + tile.column;
+        for (i64 j = 0; j < tile.columns; ++j) sums[j] = __builtin_fmaf(factor, row[j], sums[j]);
+      }
+      std::memcpy(out + i * columns + tile.column, sums, static_cast<size_t>(tile.columns) * sizeof(float));
+    }
+  };
+  run_tiles(tiles.count(), threads, work);
+}
+
 // Compute the matrix products C + A B^T of `count` calls with the additions of matrix units (matmul.h), and store each
 // product in the `out` of its call. At most `threads` threads share the work of all calls. The results do not depend on
 // their number.
