@@ -27,7 +27,6 @@ from fp4kit.storage.files import CheckpointError
 from fp4kit.training.settings import are_words
 
 ParameterKind = Literal["matrix", "stack", "convolution", "embedding", "conv1d"]
-ServedDtype = Literal["float32", "float16", "bfloat16"]
 _SAFETENSORS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 _UNNAMED = "not in parameters="
 _PRESET = " (preset linear)"

@@ -40,7 +40,14 @@ from fp4kit.storage.files import CheckpointError, shown
 from fp4kit.storage.quantized_file import load, recipes_of
 from fp4kit.storage.safetensors_file import NUMPY_DTYPES
 
-SERVER = ("activations", "input_scales", "kv_cache", "kv_layout", "unit")  # settings of the server, not of a checkpoint
+SERVER = (
+    "activations",
+    "input_scales",
+    "served_dtype",
+    "kv_cache",
+    "kv_layout",
+    "unit",
+)  # settings of the server, not of a checkpoint
 
 
 def contract_of_plan(plan: Plan) -> Contract:

@@ -191,8 +191,8 @@ class Parity:
             values = sum(layer.values[0] for layer in self.differing), sum(layer.values[1] for layer in self.layers)
             parts = [
                 f"codes and scales are equal in all layers; {values[0]:,} of {values[1]:,} values differ by rounding,"
-                f" in {counted(len(self.differing), 'layer')}, because the sides decode in another order or from a"
-                " reciprocal"
+                f" in {counted(len(self.differing), 'layer')}, because the sides decode in another order, to another"
+                " dtype or from a reciprocal"
             ]
         elif self.differing:
             differing = [f"{n:,} of {counted(total, noun)}" for noun, (n, total) in counts.items() if n]
@@ -259,7 +259,8 @@ _SHOWN = 4  # smallest number of signs that messages show
 def compare_layer(name: str, kind: Kind, sides: tuple[Rows, Rows], rows: np.ndarray, total: int) -> LayerParity:
     """Compare the rows of one layer on two sides, and explain the first step that differs."""
     a, b = sides
-    values = side_rows.values_of(a.part, b.part), side_rows.values_of(b.part, a.part)
+    decoded = side_rows.values_of(a.part, b.part), side_rows.values_of(b.part, a.part)
+    values = side_rows.served(decoded[0], a), side_rows.served(decoded[1], b)
     masks = {**_differing_parts(a.part, b.part), "values": differing_bits(*values)}
     counts: dict[str, Any] = {part: (int(mask.sum()), mask.size) for part, mask in masks.items()}
     found = LayerParity(name, kind, values[0].size, total, **counts, same_codes=_same_codes(a.part, b.part, counts))
@@ -272,6 +273,11 @@ def compare_layer(name: str, kind: Kind, sides: tuple[Rows, Rows], rows: np.ndar
         other_scales = np.repeat(masks["scales"], a.part.recipe.block_size, axis=1)
     affected = affected | other_scales
     affected = affected if affected.any() else np.ones_like(affected)
+    if a.served_dtype != b.served_dtype and not any(mask.any() for part, mask in masks.items() if part != "values"):
+        both = f"{a.served_dtype or 'none'} in {a.label} and {b.served_dtype or 'none'} in {b.label}"
+        wrong = f"served_dtype is {both}; decode to one dtype on both sides"
+        if not differing_bits(*decoded).any():
+            sides = replace(a, how=None), replace(b, how=None, step="decode", wrong=wrong)
     return _explained(found, sides, rows, (affected, other_scales), values)
 
 

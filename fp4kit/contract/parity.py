@@ -327,21 +327,21 @@ class _Check:
     ) -> Rows:
         """Return the compared rows of side i, and how that side made them."""
         side, recipe = self.sides[i], recipes[i]
-        container = side.contract.container
+        served: dict[str, Any] = {"container": side.contract.container, "served_dtype": side.contract.served_dtype}
         if whole is None:
             assert x is not None
             if recipe is None:
                 return Rows(side.label, x, x)
             one = self._arithmetic(side, name, recipe, self._group(side, name), rows)
-            found = Rows(side.label, side_rows.made(x, one.recipe, one.amax), x, one, container=container)
-            zeros = None if container is None else side_rows.as_zeros(found, one, x)
+            found = Rows(side.label, side_rows.made(x, one.recipe, one.amax), x, one, **served)
+            zeros = None if served["container"] is None else side_rows.as_zeros(found, one, x)
             return zeros or found
         if isinstance(whole, Quantized):
             whole = side_rows.as_loaded(replace(whole, recipe=side.decoding(whole.recipe)))
         part = rows_of(whole, rows)
         is_plain = isinstance(whole, np.ndarray) and recipe is None and side.function is None
         if x is None or (is_plain and side.contract is not NO_CONTRACT):
-            return self._order_without_source(Rows(side.label, part), i, name, whole)
+            return self._order_without_source(Rows(side.label, part, **served), i, name, whole)
         groups = dict.fromkeys((self._group(side, name), (name,), self._group(self.sides[1 - i], name)))
         tried = [
             self._arithmetic(side, name, r, group, rows)
@@ -349,7 +349,7 @@ class _Check:
             if r is not None and side_rows.fits(part, r)
             for group in groups
         ]
-        return side_rows.with_making(Rows(side.label, part, x, container=container), x, whole, rows, tried)
+        return side_rows.with_making(Rows(side.label, part, x, **served), x, whole, rows, tried)
 
     def _order_without_source(self, found: Rows, i: int, name: str, whole: Matrix) -> Rows:
         """Return ``found`` with the wrong order in which the rollout stores the trainer's bytes, if it does."""

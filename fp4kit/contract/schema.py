@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, dataclass, field, fields, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar, get_args
 
 from fp4kit.arguments import as_index, as_word, is_one_of
 from fp4kit.layouts.kv import KVLayoutName, as_layout
@@ -220,6 +220,8 @@ _JSON: dict[str, tuple[Callable[[Any], Any], Callable[[str, Any], Any]]] = {
 
 OP = "Contract"
 INPUT_SCALES = ("dynamic", "static")
+ServedDtype: TypeAlias = Literal["float32", "float16", "bfloat16"]
+SERVED_DTYPES: tuple[str, ...] = get_args(ServedDtype)
 _ABOUT = ("unknown", "inferred")  # the fields about other fields
 _WEIGHT = ".weight"
 
@@ -276,6 +278,8 @@ class Contract:
             names are in one group share their largest tensor amax. Other layers have an amax of their own.
         activations: the recipe of the inputs of quantized layers.
         input_scales: "dynamic" if the tensor amax of activations is measured in each call, "static" if it is stored.
+        served_dtype: the dtype to which loaders decode the weights, "float32", "float16" or "bfloat16"; None for that
+            of the model.
         kv_cache: the recipe of the KV cache.
         kv_layout: the layout of its pages, a name in fp4kit.layouts.kv.KV_LAYOUTS.
         unit: the matrix unit that multiplies; a Unit or its id.
@@ -307,6 +311,7 @@ class Contract:
     shared_amax: tuple[tuple[str, ...], ...] = ()
     activations: Recipe | None = None
     input_scales: Literal["dynamic", "static"] | None = None
+    served_dtype: ServedDtype | None = None
     kv_cache: Recipe | None = None
     kv_layout: KVLayoutName | None = None
     unit: Unit | None = None
@@ -350,6 +355,8 @@ class Contract:
         """Yield a text per rule that the values break, and False for the other rules."""
         is_known = self.input_scales is None or is_one_of(self.input_scales, INPUT_SCALES)
         yield not is_known and f"input_scales is {self.input_scales!r:.60}; needs 'dynamic', 'static' or None"
+        is_known = self.served_dtype is None or is_one_of(self.served_dtype, SERVED_DTYPES)
+        yield not is_known and f"served_dtype is {self.served_dtype!r:.60}; needs {', '.join(SERVED_DTYPES)} or None"
         names = [name for group in self.shared_amax for name in group]
         for group in self.shared_amax:
             twice = [name for name in group if names.count(name) > 1]
@@ -398,7 +405,7 @@ class Contract:
             >>> made = fp4kit.checkpoint.convert(f"{folder}/w.safetensors", f"{folder}/served", "nvfp4-te")
             >>> contract = fp4kit.Contract.of(made.destination)
             >>> contract.weights.id, contract.unknown
-            ('nvfp4-te', ('activations', 'input_scales', 'kv_cache', 'kv_layout', 'unit'))
+            ('nvfp4-te', ('activations', 'input_scales', 'served_dtype', 'kv_cache', 'kv_layout', 'unit'))
         """
         found: Contract = FUNCTIONS["Contract.of"](path, source)
         return found

@@ -528,6 +528,7 @@ class Rows:
     step, wrong: the step at which the stored bytes are wrong, and a text that says how; None and "" if they are right.
     nearest: the nearest recipe in words, if ``how`` is None and recipes were compared; otherwise "".
     container: the container whose loaders decode the codes; None if the side's contract names none.
+    served_dtype: the dtype to which they decode; None for the dtype of the model.
     """
 
     label: str
@@ -538,6 +539,7 @@ class Rows:
     wrong: str = ""
     nearest: str = ""
     container: str | None = None
+    served_dtype: str | None = None
 
 
 def rows_of(matrix: Any, rows: np.ndarray) -> Any:
@@ -625,6 +627,15 @@ def _fake_making(found: Rows, x: np.ndarray, part: np.ndarray, tried: Sequence[A
                 wrong = f"values are those of fake_quantize of {one.recipe.id}, which differ from its decoded codes"
                 return replace(found, how=one, step="decode", wrong=wrong)
     return found
+
+
+def served(values: np.ndarray, one: Rows) -> np.ndarray:
+    """Return decoded values after rounding to the dtype to which a side decodes; values of a side without codes as
+    they are.
+    """
+    if one.served_dtype is None or not isinstance(one.part, Quantized):
+        return values
+    return values.astype(one.served_dtype).astype(values.dtype)
 
 
 def values_of(one: Matrix, other: Matrix) -> np.ndarray:

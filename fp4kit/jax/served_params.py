@@ -11,8 +11,9 @@ from typing import Any, Literal
 import jax
 
 from fp4kit.arguments import as_flag, is_one_of
+from fp4kit.contract.schema import ServedDtype
 from fp4kit.jax.functions import fake_quantize
-from fp4kit.qat import QatChoice, QatPlan, ServedDtype, TrainedWeight, make_plan, table_of
+from fp4kit.qat import QatChoice, QatPlan, TrainedWeight, make_plan, table_of
 from fp4kit.recipes import Recipe
 from fp4kit.training.settings import naming
 from fp4kit.types import RecipeId

@@ -18,7 +18,8 @@ from fp4kit.arguments import as_flag, is_one_of
 from fp4kit.arrays.imports import is_distributed
 from fp4kit.checkpoint.selection.names import adapter_tensor
 from fp4kit.checkpoint.selection.selection import CONV1D
-from fp4kit.qat import QatChoice, QatPlan, QuantizedNames, ServedDtype, TrainedWeight, make_plan, similar
+from fp4kit.contract.schema import ServedDtype
+from fp4kit.qat import QatChoice, QatPlan, QuantizedNames, TrainedWeight, make_plan, similar
 from fp4kit.recipes import Recipe
 from fp4kit.recipes.table import to_spec
 from fp4kit.torch import adapters as peft_layers

@@ -605,3 +605,14 @@ def test_why_products_are_unknown():
     assert why_no_products(Contract()) == "the contract states no matrix unit"
     assert why_no_products(Contract(unit="sm100", unknown=("activations",))) == "the recipe of activations is unknown"
     assert why_no_products(Contract(unit="sm100")) == ""
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_the_dtype_of_decoded_weights_is_named(dtype):
+    """Equal codes that one side decodes to 16 bits differ at the step decode, and sides that both round are equal."""
+    plain = fp4kit.Contract("nvfp4-compressed-tensors", container="compressed-tensors nvfp4-pack-quantized")
+    served = replace(plain, served_dtype=dtype)
+    found = fp4kit.parity(plain, served)
+    assert not found and found.layers[0].step == "decode" and found.layers[0].codes[0] == 0
+    assert f"served_dtype is none in train and {dtype} in rollout" in found.layers[0].setting
+    assert fp4kit.parity(served, served).equal

@@ -16,6 +16,7 @@ FULL = Contract(
     shared_amax=[["up_proj", "gate_proj"], ["q_proj", "k_proj", "v_proj"]],
     activations=replace(fp4kit.recipe("nvfp4-flashinfer"), id="mine", scale_max=256),
     input_scales="static",
+    served_dtype="bfloat16",
     kv_cache="nvfp4-vllm-kv",
     kv_layout="vllm-hnd-swizzled",
     unit=replace(fp4kit.unit("sm90"), id="slow", promote=128),
@@ -87,6 +88,7 @@ def test_malformed_data_is_refused(data, message):
         ({"shared_amax": [["a"]]}, ValueError, r"the group \('a',\); needs two or more leaf names"),
         ({"shared_amax": [["a", "b"], ["b", "c"]]}, ValueError, "shared_amax has 'b' twice"),
         ({"input_scales": "fixed"}, ValueError, "needs 'dynamic', 'static' or None"),
+        ({"served_dtype": "bf16"}, ValueError, "served_dtype is 'bf16'; needs float32, float16, bfloat16 or None"),
         ({"kv_layout": "nhd"}, ValueError, "layout is 'nhd'; needs one of vllm-nhd"),
         ({"unit": "sm1"}, ValueError, "Contract: unit is 'sm1'"),
         ({"hadamard": 24}, ValueError, "hadamard is 24; needs 16, 32, 64, 128, 256, 512 or None"),
@@ -109,8 +111,8 @@ def test_the_difference_of_every_setting_is_said_in_words():
     found = FULL.diff(empty)
     names = [text.partition(":")[0] for text in found.differences]
     assert names == [
-        *("weights", "patterns", "excluded", "shared_amax", "activations", "input_scales", "kv_cache", "kv_layout"),
-        *("unit", "hadamard", "hadamard_signs", "scale_search", "container"),
+        *("weights", "patterns", "excluded", "shared_amax", "activations", "input_scales", "served_dtype"),
+        *("kv_cache", "kv_layout", "unit", "hadamard", "hadamard_signs", "scale_search", "container"),
     ]
     assert not found.uncertain and not found.equal
     assert "weights: nvfp4-te and none" in str(found)

@@ -50,7 +50,7 @@ def test_a_conversion_writes_its_contract(source, tmp_path):
         shared_amax=(("gate_proj", "up_proj"), ("q_proj", "k_proj", "v_proj")),
         input_scales="static",
         container="modelopt NVFP4",
-        unknown=("activations", "kv_cache", "kv_layout", "unit"),
+        unknown=("activations", "served_dtype", "kv_cache", "kv_layout", "unit"),
     )
     assert contract.inferred == () and FILE in load_manifest(out)["files"]
     contract.stating(unit="exact").save(out / FILE)  # an edited contract is noticed
@@ -253,7 +253,7 @@ def test_a_file_of_save_states_its_recipes(tmp_path):
     contract = fp4kit.Contract.of(tmp_path / "q.safetensors")
     assert contract.weights.id == "nvfp4-te" and dict(contract.inferred)["weights"] == "recorded by fp4kit.save"
     assert [(name, r.id) for name, r in contract.patterns] == [("b", "mxfp4-ocp")]
-    assert contract.unknown == ("activations", "input_scales", "kv_cache", "kv_layout", "unit")
+    assert contract.unknown == ("activations", "input_scales", "served_dtype", "kv_cache", "kv_layout", "unit")
     raw = (tmp_path / "q.safetensors").read_bytes()
     (tmp_path / "q.safetensors").write_bytes(raw.replace(b"mxfp4-ocp", b"mxfp4-OCP"))
     with pytest.raises(CheckpointError, match="CRC-32"):
