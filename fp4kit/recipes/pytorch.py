@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from fp4kit import formats
 from fp4kit.formats import MXFP4, MXFP6_E2M3, MXFP6_E3M2, MXFP8_E4M3, NVFP4, BlockFormat
-from fp4kit.recipes.schema import Alias, Made, Recipe, of_format, producer, variant
+from fp4kit.recipes.schema import Alias, Made, Recipe, Versions, of_format, producer, variant
 
 
 @producer("ocp", "OCP MX", "v1.0")
@@ -183,10 +183,14 @@ def _microxcaling_fakes(fmt: BlockFormat, modes: tuple[str, ...]) -> Iterator[Re
         )
 
 
+_COMPRESSED_FORWARD = "compressed-tensors 0.20.1 quantization/lifecycle/forward.py forward_quantize"
+_COMPRESSED_VERSIONS = Versions("0.20.0", "0.20.1")
+
+
 @producer("compressed-tensors", "compressed-tensors", "0.20")
 def compressed_tensors() -> Made:
     """Yield the recipes of compressed-tensors 0.20: its scale generation, quantization and packing."""
-    yield of_format(
+    nvfp4 = of_format(
         NVFP4,
         "nvfp4-compressed-tensors",
         "tensor_rule=compressed_tensors block_rule=compressed_tensors decode_rule=compressed_tensors apply=divide "
@@ -194,6 +198,17 @@ def compressed_tensors() -> Made:
         source="compressed-tensors 0.20 quantization/utils calculate_qparams, pack_fp4_to_uint8",
         exact="codes and block scales. The producer's global scale divides on decode, and tensor_scale is its "
         "reciprocal",
+    )
+    yield nvfp4
+    yield variant(
+        nvfp4,
+        "nvfp4-compressed-tensors-static",
+        "tensor_rule=vllm",
+        source=_COMPRESSED_FORWARD,
+        exact="values of the fake quantizer of activations (W4A4, dynamic local), in the dtype of x, under the "
+        "input_global_scale 2688 * (1 / tensor_amax) in float32. That scale is not rounded to the dtype of x. Not "
+        "equal for a tensor_amax below 1e-8",
+        versions=_COMPRESSED_VERSIONS,
     )
     yield _compressed_tensors_mx(MXFP4, "mxfp4-compressed-tensors", "sign=negative nan_code=0")
     yield _compressed_tensors_mx(MXFP6_E2M3, "mxfp6-compressed-tensors")

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 import fp4kit
+from fp4kit.calibration import input_global_scale
 from fp4kit.evidence.live.adapter import (
     NAN_VALUE,
     QUARK_INFINITE,
@@ -191,12 +192,32 @@ def _compressed(x: np.ndarray, compressor: str, bits: int, with_global: bool = F
     return parts(x, codes, stored["weight_scale"], **tensor, **{name: values})
 
 
+def _compressed_inputs(x: np.ndarray, strategy: str, bits: int = 8, size: int | None = None) -> Parts:
+    """Fake-quantize x as forward_quantize does to the inputs of a layer, in the dtype of x."""
+    import torch
+    from compressed_tensors.quantization import QuantizationArgs, fake_quantize
+    from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
+
+    given = {"dynamic": True, "strategy": strategy, "group_size": size}
+    inputs, divisor = to_torch(x)[None], None  # 2-d inputs would have one scale per tensor, whatever the strategy
+    if strategy == "tensor_group":
+        given |= {"dynamic": "local", "scale_dtype": torch.float8_e4m3fn}
+        divisor = torch.from_numpy(input_global_scale(np.fmax(np.abs(x).max(), 1e-8)).reshape(1))
+    args = QuantizationArgs(num_bits=bits, type="float", symmetric=True, **given)
+    scale, zero = compute_dynamic_scales_and_zp(inputs, args, torch.nn.Module(), divisor)
+    values = fake_quantize(inputs, scale, zero, args, divisor)[0]
+    return {"fake": to_numpy(values)}
+
+
 COMPRESSED_TENSORS = Adapter(
     "compressed-tensors",
     needs=("compressed_tensors.compressors",),
     calls={
         "nvfp4-compressed-tensors": ProducerCall(
             partial(_compressed, compressor="NVFP4PackedCompressor", bits=4, with_global=True)
+        ),
+        "nvfp4-compressed-tensors-static": ProducerCall(
+            partial(_compressed_inputs, strategy="tensor_group", bits=4, size=16)
         ),
         **{
             f"mxfp{bits}-compressed-tensors": ProducerCall(
