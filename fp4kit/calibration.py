@@ -830,6 +830,7 @@ def _block_amaxes(op: str, x: Any) -> Any:
     except TypeError as error:
         raise TypeError(str(error).replace("amax", op, 1)) from None
     bits = blocks.reshape(-1, blocks.shape[-1]).view(np.uint32)
+    # On a GPU, this check would wait for the kernel; _entries rejects NaN and infinities there.
     if not on_device(bits) and bits.size and bits.max() > LARGEST:
         kind = "NaN" if np.isnan(blocks).any() else "infinity"
         raise ValueError(f"{op}: x holds {kind}; needs finite inputs; find the layer that makes it")

@@ -137,6 +137,7 @@ def _recipe_data(r: Recipe) -> dict[str, Any]:
         assert isinstance(data, dict)
         return data
     versions = {} if r.versions is None else {"versions": list(r.versions)}
+    # With the facts, _recipe_from notices if a later version of fp4kit changed the recipe.
     return {"id": r.id, **versions, "facts": _facts(r)}
 
 

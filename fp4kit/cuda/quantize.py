@@ -241,7 +241,7 @@ def _requantized(q: Quantized, target: Recipe, values: Any) -> tuple[Quantized, 
     # whose new scale the target can represent with the codes of the source.
     amax = tensor_amax(call, imports.cupy().ascontiguousarray(call.moved))
     for kernel in ("requantize_range", "requantize_amax"):
-        launch(kernel, None, None, None, amax)
+        launch(kernel, None, None, None, amax)  # None: only requantize_keep stores codes and scales
     result = replace(quantize(call._replace(tensor_amax=amax)), dtype=q.dtype)
     launch("requantize_keep", result.packed, result.block_scale, result.tensor_scale, result.tensor_amax)
     return result, "linear"

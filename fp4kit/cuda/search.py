@@ -189,10 +189,16 @@ def search_group(group: Sequence[tuple[Any, Any, Any]], r: Recipe, mask: int | N
     # The recipe must support the pruned search (_is_pruned).
     first, device = group[0][0], group[0][0].device.id
     aligned_runs = [aligned(x, 16) for x, _, _ in group]
-    members = [(address(x), address(amax), 0, address(out), 0, *x.shape, *_ALL_OFFSETS) for x, out, amax in group]
-    traits = (first.dtype, all(aligned_runs), False, *_candidate_traits(*_ALL_OFFSETS))
+    column_weights, unproven = 0, 0  # null pointers: no weights, and searched blocks are not counted
+    members = [
+        (address(x), address(amax), column_weights, address(out), unproven, *x.shape, *_ALL_OFFSETS)
+        for x, out, amax in group
+    ]
+    weighted = False
+    traits = (first.dtype, all(aligned_runs), weighted, *_candidate_traits(*_ALL_OFFSETS))
     pieces, struct = piece_counts([x.size for x, _, _ in group], device), recipe_struct(r, sign_mask=mask)
     launch = prepare_rows("search", device, struct, traits, members, aligned_runs, pieces, tuple(group))
+    # Not one thread block per piece: each thread block first makes tables of bounds, and then takes many pieces.
     return replace(launch, grid=grid(launch.grid, device, SEARCH_BLOCKS), threads=SEARCH_THREADS)
 
 

@@ -146,7 +146,7 @@ def _rises(specified: Callable[[np.ndarray], np.ndarray], last: int, sign_bit: i
 def differences(
     module: Any, sweep: Float32Sweep, chunk: int = CHUNK, chunks: slice = slice(None), quick: bool = False
 ) -> tuple[int, int, str]:
-    """Compare the codes of a sweep on a device with the codes of the specification."""
+    """Return how many codes of a sweep were compared, how many differ from the specification, and the first as text."""
     compared, differing, first = 0, 0, ""
     for sign in (0, SIGN):
         host_starts, host_codes = runs(sweep, sign)

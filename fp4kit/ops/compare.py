@@ -137,6 +137,7 @@ def compare_values(
             x, y = (np.asarray(read(box), dtype, order="C") for read in (read_x, read_y))
             if not differences.add(x, y, box):
                 equal_boxes.append(box)
+        # If any value differs, the SQNR needs the signal of the whole array, to which equal boxes contribute, too.
         for box in equal_boxes if differences.differing else ():
             x = np.asarray(read_x(box), dtype, order="C")
             differences.add_errors(x, x)

@@ -682,7 +682,7 @@ def static_amax(scale: np.float32, recipe: Recipe, dtype: Dtype, divides: bool) 
     """
     if not divides:
         return np.float32(implied_amax(np.asarray(scale), recipe, dtype))
-    return np.float32(_encoding(np.asarray(scale), recipe, dtype))
+    return np.float32(_amaxes_encoding_to(np.asarray(scale), recipe, dtype))
 
 
 def divisor_amaxes(divisors: Array, recipe: Recipe, dtype: Dtype) -> Array | None:
@@ -701,7 +701,7 @@ def divisor_amaxes(divisors: Array, recipe: Recipe, dtype: Dtype) -> Array | Non
     """
     if recipe.tensor_rule != "compressed_tensors" or dtype != np.float32:
         return None
-    found = _encoding(divisors, recipe, dtype)
+    found = _amaxes_encoding_to(divisors, recipe, dtype)
     return None if (found == UNKNOWN).all() else np.where(found == UNKNOWN, np.float32(0), found)
 
 
@@ -728,11 +728,12 @@ def _fits(divisors: Array, recipe: Recipe, dtype: Dtype) -> Array:
     with np.errstate(all="ignore"):
         implied = implied_amax(np.float32(1) / divisors, recipe, dtype)
         same = (implied != UNKNOWN) & (tensor_scale(implied, recipe, dtype).encode == divisors)
-    return same | (_encoding(divisors, recipe, dtype) != UNKNOWN)
+    return same | (_amaxes_encoding_to(divisors, recipe, dtype) != UNKNOWN)
 
 
-def _encoding(scales: Array, recipe: Recipe, dtype: Dtype) -> Array:
-    """Return amaxes whose encode scales are the given ones: float32, in the shape of scales."""
+def _amaxes_encoding_to(scales: Array, recipe: Recipe, dtype: Dtype) -> Array:
+    """Return amaxes whose encode scales are the given ones, UNKNOWN where there is none: float32, in scales' shape."""
+    # covered_range / scale is off by a few roundings, so the values within NEAR float32 steps are tried, nearest first.
     with np.errstate(all="ignore"):
         centers = np.asarray(covered_range(recipe) / scales, np.float32).view(np.int32)[..., None]
         steps = np.array(sorted(range(-NEAR, NEAR + 1), key=abs), np.int32)

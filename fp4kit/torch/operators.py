@@ -95,6 +95,7 @@ def _entries(argument: Any, dim: Any, count: int) -> Sequence[Any]:
         return [[part[i] for part in parts] for i in range(count)]
     if dim is None:
         return [argument] * count
+    # For an empty axis, one entry of zeros, because loop_over takes the shape of the results from a call.
     return argument.unbind(dim) if argument.shape[dim] else [argument.new_zeros(argument.movedim(dim, 0).shape[1:])]
 
 

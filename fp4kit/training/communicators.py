@@ -240,7 +240,7 @@ class Nccl:
         """Return the concatenated arrays of all processes, on every process; see Communicator.all_gather."""
         # The result is ``out`` if it is given, otherwise a new array in the library of ``array``.
         counts = _check_gather(array, counts, self, out)
-        if isinstance(array, np.ndarray):
+        if isinstance(array, np.ndarray):  # as bytes, so that CuPy need not know the dtype
             found = self.all_gather(imports.to_device(array.view(np.uint8)), [n * array.dtype.itemsize for n in counts])
             return SingleProcess().all_gather(found.get().view(array.dtype), out=out)
         self._check(array)
@@ -255,7 +255,7 @@ class Nccl:
         if len(set(sizes)) == 1:
             self._comm.allGather(source, target, sizes[0], kind, stream)
             return
-        self._nccl.groupStart()
+        self._nccl.groupStart()  # NCCL's allGather needs equal sizes; in a group, sends and receives cannot deadlock
         for peer, size in enumerate(sizes):
             self._comm.send(source, sizes[self.rank], kind, peer, stream)
             self._comm.recv(target, size, kind, peer, stream)

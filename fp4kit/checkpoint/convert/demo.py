@@ -124,6 +124,7 @@ def _layer(tensors: EncoderTensors, p: str, x: np.ndarray, seen: Seen) -> np.nda
     heads = mixed.transpose(1, 0, 2).reshape(len(x), -1).astype(np.float32)
     x = _norm(tensors, f"{p}.attention.output.LayerNorm", x + linear("attention.output.dense", heads))
     h = linear("intermediate.dense", x)
+    # GELU, in its approximation by tanh
     h = 0.5 * h * (1 + np.tanh(np.float32(np.sqrt(2 / np.pi)) * (h + np.float32(0.044715) * h**3)))
     return _norm(tensors, f"{p}.output.LayerNorm", x + linear("output.dense", h))
 

@@ -236,8 +236,9 @@ _Sources = tuple[np.ndarray, np.ndarray | None]
 def _saturated(x: np.ndarray, other: np.ndarray | None, amaxes: tuple[float, ...]) -> Iterator[_Sources]:
     """Yield (x, other) with NaN and infinities replaced, once for each amax that may have replaced infinities."""
     own = amax_and_nonfinite(x)[0]
-    pair = np.float32(0) if other is None else amax_and_nonfinite(other)[0]
-    for amax in dict.fromkeys((own, max(own, pair), *(np.float32(a) for a in amaxes))):
+    other_amax = np.float32(0) if other is None else amax_and_nonfinite(other)[0]
+    # max(...): the halves of a gated pair may share an amax
+    for amax in dict.fromkeys((own, max(own, other_amax), *(np.float32(a) for a in amaxes))):
         yield saturated(x, amax)[0], None if other is None else saturated(other, amax)[0]
 
 

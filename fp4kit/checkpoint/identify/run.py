@@ -30,7 +30,8 @@ from fp4kit.layouts import unpacked
 from fp4kit.storage.files import CheckpointError
 
 _BATCH_BYTES, _BATCH_LAYERS = 64 << 20, 256  # a batch of layers has about so many bytes to read, or so many layers
-_MOST_ROLES = 64  # number of kinds of layers of which one is explained before all others
+# One layer of each of so many roles is explained before all others, because what explains it is tried first on them.
+_MOST_ROLES = 64
 
 
 def identify_checkpoint(

@@ -216,12 +216,15 @@ def compressed_tensors(module: str, patterns: Sequence[str]) -> bool:
 
 
 def _served_ct(module: str, patterns: Sequence[str], fused: Mapping[str, tuple[str, ...]]) -> bool:
-    """Return whether a serving engine leaves ``module`` of a compressed-tensors checkpoint unquantized."""
+    """Return whether a serving engine leaves ``module`` of a compressed-tensors checkpoint unquantized.
+
+    Source: should_ignore_layer and CompressedTensorsMoEMethod.get_moe_method of vLLM.
+    """
     prepared = _prepared(patterns)
     parts = _parts(module, fused)
-    if split_module(module)[1] == "experts":
+    if split_module(module)[1] == "experts":  # engines look up only the first expert
         parts = [f"{module}.{leaf}" for leaf in _FIRST_EXPERT]
-    elif module in prepared.names:
+    elif module in prepared.names:  # a fused layer listed by its own name is excluded, whatever its parts are
         parts = []
     return _all_or_none(module, parts, lambda part: _ct_name(part, prepared)) if parts else _ct_name(module, prepared)
 

@@ -228,7 +228,7 @@ class QuantizedLayers(Mapping[str, Quantized]):
         return f"QuantizedLayers({str(self.path)!r}: {len(self)} layers, {forms})"
 
     def _recipe_of(self, weight: Weight) -> Recipe:
-        """Return the recipe of a layer."""
+        """Return the recipe of a layer: the one given to open_checkpoint, else the recorded one, else the usual one."""
         form = weight.form.for_columns(weight.shape[-1])
         if self._recipe is not None:
             if form.stores(self._recipe):

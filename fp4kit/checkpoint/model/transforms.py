@@ -196,6 +196,7 @@ def _transforms(value: Any, weights: Mapping[str, Weight]) -> Iterator[tuple[str
     if not isinstance(groups, Mapping) or set(value) != {"config_groups"}:
         raise _NotUndone(f"is {brief(value)}")
     seen: set[str] = set()
+    # Targets such as "Linear" and "re:.*" also match the stored matrices of transforms, which look like weights.
     matrices = {matrix_name(weight.name, name) for weight in weights.values() for name in groups}
     weights = {tensor: weight for tensor, weight in weights.items() if tensor not in matrices}
     for name, scheme in groups.items():
@@ -256,7 +257,8 @@ def _names(value: Any) -> list[str]:
 
 
 def _matches(weight: Weight, targets: list[str]) -> bool:
-    """Return whether at least one of the targets matches a weight."""
+    """Return whether at least one of the targets matches a weight, as match_name of compressed-tensors says."""
+    # "Linear" names a class of modules. Files do not tell classes, so all weights but embeddings count as Linear.
     if weight.name in targets or ("Linear" in targets and "embed" not in weight.name.rpartition(".")[2]):
         return True
     return any(re.match(one[3:], weight.name) for one in targets if one.startswith("re:"))

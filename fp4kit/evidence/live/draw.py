@@ -241,6 +241,7 @@ def draw_stored(r: fp4kit.Recipe, call: ProducerCall, seed: int, number: int) ->
     rows = int(rng.choice(STORED_ROWS)) * r.block_rows
     blocks = int(rng.choice(STORED_BLOCKS)) * max(1, call.columns // r.block_size)
     codes = rng.integers(0, 1 << r.element.bits, (rows, blocks * r.block_size), np.uint8)
+    # Half of the scales are near 1. The others are any byte, so that edge cases occur, too.
     one = np.where(rng.random((rows, blocks)) < 0.5, 127 if r.scale is E8M0 else 0x38, 0)
     any_byte = np.where(rng.random(one.shape) < 0.2, rng.choice(EDGES, one.shape), rng.integers(0, 256, one.shape))
     scales = np.where(one > 0, one + rng.integers(-8, 8, one.shape), any_byte).astype(np.uint8)

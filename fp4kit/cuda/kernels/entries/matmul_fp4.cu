@@ -23,6 +23,9 @@ constexpr int kWords = 4;                         // number of words of a group:
 constexpr int kWarpRows = 32, kWarpColumns = 16;  // the results of a warp
 constexpr int kWarpsAcross = kTile / kWarpColumns;
 static_assert(kTile / kWarpRows * kWarpsAcross * 32 == kThreads, "the warps cover a tile");
+// A bit of a number is kept if it is at most fraction_bits (35) below the largest exponent of the step.
+constexpr i32 kBelow = 35 - 23;     // C, which has 23 fraction bits, is kept down to this much below the terms
+constexpr i32 kAbove = 35 - 8;      // terms keep their 8 fraction bits: 2 of elements in 1/2, and 6 of two E4M3 scales
 constexpr int kMostBits = 14;       // the largest difference of the exponents of a line's scales, if they are integers
 constexpr int kUnusable = -100000;  // the bottom of a line whose scales cannot be integers, so that the check fails
 
@@ -278,11 +281,10 @@ FP4KIT_DEVICE_CALL void add_carefully(const ProductArguments& a, const Fp4Step& 
       const int m = place.row_of(i), n = place.column_of(j);
       const ScaleExponents x = s.rows.exponents[m], y = s.columns.exponents[n];
       const double c = sums.values[i][j];
-      // No bit of C is lost if its exponent is in lowest ... highest: from the largest exponent of the terms - (F - 23)
-      // to the smallest + F - 8, where F is fraction_bits.
-      const i32 lowest = x.top + y.top - 12, highest = x.bottom + y.bottom + 27;
+      // From `lowest` on, the terms shift no bit of C out. Up to `highest`, C shifts no bit of a term out.
+      const i32 lowest = x.top + y.top - kBelow, highest = x.bottom + y.bottom + kAbove;
       const i32 exponent = static_cast<i32>(double_bits_of(c) >> 52 & 0x7FFu) - 1023;
-      if (highest - lowest >= 12 && (c == 0.0 || (lowest <= exponent && exponent <= highest))) {
+      if (highest - lowest >= kBelow && (c == 0.0 || (lowest <= exponent && exponent <= highest))) {
         i64 exact = 0;
         for (int g = 0; g < kGroups; ++g) {
           exact += static_cast<i64>(group_sum(s, m, n, g) * s.rows.factors[g][m]) * s.columns.factors[g][n];
@@ -310,11 +312,11 @@ FP4KIT_DEVICE bool loses_no_bits(const Fp4Step& s, const Place& place, const Fp4
     column_top = maximum(column_top, y.top);
     column_bottom = minimum(column_bottom, y.bottom);
   }
-  const i32 lowest = row_top + column_top - 12, highest = row_bottom + column_bottom + 27;
+  const i32 lowest = row_top + column_top - kBelow, highest = row_bottom + column_bottom + kAbove;
   // The exponent of a sum is checked by the upper half of its bits.
   const u32 least = static_cast<u32>(maximum(lowest + 1023, 0)) << 20;
   const u32 range = (static_cast<u32>(maximum(minimum(highest, 1023), -1024) + 1024) << 20) - least;
-  bool keeps = highest - lowest >= 12;
+  bool keeps = highest - lowest >= kBelow;  // no term shifts bits of another out
 #pragma unroll
   for (int i = 0; i < kSide; ++i) {
 #pragma unroll

@@ -121,21 +121,21 @@ struct Team {
     return Operation::combine(Operation::combine(chunk.w[0], chunk.w[1]), Operation::combine(chunk.w[2], chunk.w[3]));
   }
 
-  // Return the sum of the values of all rows of this thread's block, added as a tree: row i + 8 to row i, then i + 4 to
-  // i, i + 2 to i, and i + 1 to i. Each thread passes the value of its row, and gets the result of its block. All
-  // threads of the team must call this function.
+  // Return the sum of the values of all rows of this thread's block. The bits of a float sum depend on the order, which
+  // is that of _sum_rows in reference/four_over_six.py. Each thread passes the value of its row, and gets the result of
+  // its block. All threads of the team must call this function.
   FP4KIT_DEVICE_MEMBER float sum_in_order(float value) const {
     float* sums = reinterpret_cast<float*>(parts);
     sync();
     if (warp() >= 2u) sums[(warp() - 2u) * 32 + lane()] = value;
     sync();
-    if (warp() < 2u) value = value + sums[warp() * 32 + lane()];
+    if (warp() < 2u) value = value + sums[warp() * 32 + lane()];  // row i + row i + 8
     sync();
     if (warp() == 1u) sums[lane()] = value;
     sync();
-    if (warp() == 0u) value = value + sums[lane()];
-    value = value + float_of(__shfl_xor_sync(0xFFFFFFFFu, bits_of(value), 16));
-    value = value + float_of(__shfl_xor_sync(0xFFFFFFFFu, bits_of(value), 8));
+    if (warp() == 0u) value = value + sums[lane()];                              // row i + row i + 4
+    value = value + float_of(__shfl_xor_sync(0xFFFFFFFFu, bits_of(value), 16));  // row i + row i + 2
+    value = value + float_of(__shfl_xor_sync(0xFFFFFFFFu, bits_of(value), 8));   // row 0 + row 1
     if (warp() == 0u && lane() < kBlocks) sums[32 + lane()] = value;
     sync();
     return sums[32 + block()];

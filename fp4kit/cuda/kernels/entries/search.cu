@@ -142,7 +142,7 @@ FP4KIT_DEVICE void search(const SearchArguments& a, Grid grid, SearchMemory<kWei
 
 // For each block of a.x, find the amax whose scale gives the smallest loss, and store it in a.block_amax. The kernel is
 // launched for pruned scale searches by squared errors, with or without weights per column. A thread processes one
-// block at a time. Launch with any number of thread blocks.
+// block at a time. Launch with any number of thread blocks. In the launch bounds, 2 is SEARCH_BLOCKS of cuda/launch.py.
 extern "C" __global__ void __launch_bounds__(kThreads, kWeighted ? 1 : 2) search_kernel(SearchArguments a) {
   __shared__ SearchMemory<kWeighted> memory;
   make_pruning_tables<R>(memory.tables);
