@@ -6,8 +6,9 @@ scale, the block scale or the code.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 from typing import Any, Literal, TypeAlias
 
 import ml_dtypes
@@ -245,6 +246,24 @@ class Parity:
 def counted(count: int, noun: str) -> str:
     """Return a count with its noun, such as "1 layer" or "3 layers"."""
     return f"{count:,} {noun}{'s' * (count != 1)}"
+
+
+_RARE = 1_000_000  # chance_of_a_miss is stated for one differing element in this many
+
+
+def chance_of_a_miss(layers: Sequence[LayerParity]) -> str:
+    """Return a text: with which chance the compared elements of layers miss a fault; "" if all are compared."""
+    compared, total = sum(one.elements for one in layers), sum(one.total for one in layers)
+    if compared == total:
+        return ""
+    differing = -(-total // _RARE)
+    chance = prod(1 - compared / (total - i) for i in range(differing))
+    row = max(1 - one.elements / one.total for one in layers)
+    return (
+        f"{total - compared:,} of {total:,} elements, which are not in the sample: if {differing:,} elements differ at"
+        f" random places, the sample misses all of them with a chance of {chance:.2g}; it misses a single differing row"
+        f" of a layer with a chance of up to {row:.2%}, and a fault in every row of a layer never"
+    )
 
 
 def _joined(texts: list[str]) -> str:

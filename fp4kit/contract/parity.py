@@ -21,7 +21,19 @@ from fp4kit.contract import compare_layer
 from fp4kit.contract import sides as side_rows
 from fp4kit.contract.compare_layer import INPUTS_DIFFER, Kind, LayerParity, Parity, counted
 from fp4kit.contract.schema import Contract
-from fp4kit.contract.sides import NO_CONTRACT, OP, Arithmetic, Matrix, Rows, Side, array_of, rows_of, same
+from fp4kit.contract.sides import (
+    NO_CONTRACT,
+    OP,
+    Arithmetic,
+    Matrix,
+    RowReader,
+    Rows,
+    Side,
+    Whole,
+    array_of,
+    rows_of,
+    same,
+)
 from fp4kit.formats import FLOATS
 from fp4kit.quantized.container import Quantized
 from fp4kit.recipes import Recipe
@@ -34,6 +46,7 @@ _TOKENS = 64  # number of rows of random inputs
 _SIGNIFICANDS = (1, 1.25, 1.5, 1.75, 1.875)  # random amaxes are near products of these numbers and powers of two
 _PRODUCT_ROWS = 128  # largest number of rows of a weight that are multiplied
 _DRAWN = (128, 512)  # the shape of random weights
+_FIRST_ELEMENTS = 1 << 14  # elements of the first layer if there is a time limit
 _HEAD_DIM = 128  # columns of random keys and values
 
 
@@ -83,8 +96,10 @@ def parity(
         elements: the number of elements per layer that are compared, rounded up to whole rows, and to whole blocks of
             several rows. The rows are evenly spaced. A tensor amax is always computed over the whole layer.
         layers: the largest number of layers to compare; they are evenly spaced. None compares all.
-        seconds: begin no new layer after this time, but compare at least one. Other tensors are compared first, in at
-            most half of the time. `notes` of the result says what was left out. None for no limit.
+        seconds: a time limit. Fewer than `elements` elements per layer are compared, so that all layers are, and no new
+            layer is begun after this time; one layer is always compared. Other tensors are compared first, in at most
+            half of the time. `notes` of the result says what was left out, and with which chance the sample misses a
+            fault (Numerics). None for no limit.
 
     Returns:
         A Parity. `equal` is True if both sides have all layers and all compared bits are equal, and if the exclusion
@@ -111,6 +126,11 @@ def parity(
         of inputs is computed from the given or random inputs. If input_scales of a side is "static", the amax follows
         from the input scale that the side's checkpoint stores for the layer instead. If one side has no checkpoint, the
         input scales of the other side apply to both.
+
+        Let n of N elements be compared. If d elements differ at random places, the chance that none of them is compared
+        is (1 - n/N)(1 - n/(N-1))...(1 - n/(N-d+1)), which is at most (1 - n/N)^d. If m of the M rows of a layer are
+        compared, a fault in a single row is missed with the chance 1 - m/M. A fault in every row of a layer, such as
+        another recipe or order, or weights of an earlier step, is never missed.
 
         The contract's Hadamard transform is applied to quantized weights and to their inputs.
 
@@ -192,11 +212,20 @@ class _Check:
         half = None if end is None or seconds is None else end - seconds / 2
         others = list(self._of_others(half))  # first, because they are few bytes, and a limit must not leave them out
         found: list[LayerParity] = []
+        most_elements = self.elements
+        self.elements = most_elements if end is None else min(most_elements, _FIRST_ELEMENTS)
         for i, name in enumerate(chosen):
-            if end is not None and i and time.monotonic() > end:
+            start = time.monotonic()
+            if end is not None and i and start > end:
                 self.notes[f"{len(chosen) - i:,} layers, because {seconds:g} s had passed: {listed(chosen[i:])}"] = None
                 break
             found.append(self._layer(name))
+            if end is not None:
+                share, took = (end - start) / (len(chosen) - i), time.monotonic() - start
+                doubled = self.elements * 2 if took < share / 3 else self.elements
+                self.elements = min(most_elements, self.elements // 2 + 1 if took > share else doubled)
+        if end is not None and (text := compare_layer.chance_of_a_miss(found)):
+            self.notes[text] = None
         layers = f"{len(found):,} of " * (len(found) < len(names)) + counted(len(names), "layer")
         elements, total = sum(one.elements for one in found), sum(one.total for one in found)
         sampled = f"compared {elements:,} of {total:,} elements in {layers}"
@@ -270,7 +299,7 @@ class _Check:
                 raise ValueError(
                     f"{OP}: {name} has the shape {shape}; needs a matrix, because {alone[0]} has only a contract"
                 )
-            return self._tensor(name, [whole for whole in wholes if whole is not None])
+            return self._tensor(name, [side_rows.whole_of(whole) for whole in wholes if whole is not None])
         if 0 in shape:
             raise ValueError(f"{OP}: {name} has the shape {shape}; needs at least one element")
         recipes = [side.recipe_of(name, whole) for side, whole in zip(self.sides, wholes, strict=True)]
@@ -320,7 +349,7 @@ class _Check:
         self,
         i: int,
         name: str,
-        whole: Matrix | None,
+        whole: Whole | None,
         x: np.ndarray | None,
         rows: np.ndarray,
         recipes: Sequence[Recipe | None],
@@ -339,9 +368,14 @@ class _Check:
         if isinstance(whole, Quantized):
             whole = side_rows.as_loaded(replace(whole, recipe=side.decoding(whole.recipe)))
         part = rows_of(whole, rows)
-        is_plain = isinstance(whole, np.ndarray) and recipe is None and side.function is None
+        if isinstance(whole, RowReader):
+            if isinstance(part, Quantized):
+                part = replace(part, recipe=side.decoding(part.recipe))
+            if (fault := whole.fault()) is not None:
+                return Rows(side.label, part, x, step=fault[0], wrong=fault[1], **served)
+        is_plain = isinstance(part, np.ndarray) and recipe is None and side.function is None
         if x is None or (is_plain and side.contract is not NO_CONTRACT):
-            return self._order_without_source(Rows(side.label, part, **served), i, name, whole)
+            return self._order_without_source(Rows(side.label, part, **served), i, name, whole, rows)
         groups = dict.fromkeys((self._group(side, name), (name,), self._group(self.sides[1 - i], name)))
         tried = [
             self._arithmetic(side, name, r, group, rows)
@@ -351,14 +385,17 @@ class _Check:
         ]
         return side_rows.with_making(Rows(side.label, part, x, **served), x, whole, rows, tried)
 
-    def _order_without_source(self, found: Rows, i: int, name: str, whole: Matrix) -> Rows:
+    def _order_without_source(self, found: Rows, i: int, name: str, whole: Whole, rows: np.ndarray) -> Rows:
         """Return ``found`` with the wrong order in which the rollout stores the trainer's bytes, if it does."""
-        right = self.sides[1 - i].given(name, None) if i and self.sides[1 - i].stored is not None else None
-        if not (isinstance(right, Quantized) and isinstance(whole, Quantized)):
+        given = self.sides[1 - i].given(name, None) if i and self.sides[1 - i].stored is not None else None
+        right, part = None if given is None else rows_of(given, rows), found.part
+        if not (isinstance(right, Quantized) and isinstance(part, Quantized)):
             return found
-        other_codes = right.recipe.element == whole.recipe.element and not np.array_equal(right.packed, whole.packed)
-        if not other_codes and same(right.block_scale, whole.block_scale):
+        other_codes = right.recipe.element == part.recipe.element and not np.array_equal(right.packed, part.packed)
+        if not other_codes and same(right.block_scale, part.block_scale):
             return found
+        right, whole = side_rows.whole_of(given), side_rows.whole_of(whole)  # type: ignore[arg-type]
+        assert isinstance(right, Quantized) and isinstance(whole, Quantized)
         for step, wrong, q in side_rows.orders(whole):
             if np.array_equal(q.packed, right.packed) and same(q.block_scale, right.block_scale):
                 return replace(found, step=step, wrong=wrong)

@@ -36,6 +36,25 @@ OP = "parity"
 Amax: TypeAlias = "np.ndarray | None"
 Matrix: TypeAlias = "Quantized | np.ndarray"
 """A matrix of one side: its codes and scales or, for a side without codes, its values."""
+
+
+@dataclass(frozen=True)
+class RowReader:
+    """A matrix (N, K) of which only the compared rows are read, such as a layer of a running engine.
+
+    recipe: the recipe of its codes; None if ``read`` returns values.
+    read: returns some rows, given their ascending indices.
+    fault: returns (step, text) if the engine computes with other numbers than its scales say, otherwise None.
+    """
+
+    shape: tuple[int, ...]
+    recipe: Recipe | None
+    read: Callable[[np.ndarray], Matrix]
+    fault: Callable[[], tuple[StepName, str] | None] = lambda: None
+
+
+Whole: TypeAlias = "Matrix | RowReader"
+"""A layer of one side: all of it, or a RowReader."""
 NO_CONTRACT = Contract(unknown=SETTINGS)  # of a side for which none is given
 # signs of Transformer Engine's transforms -> their sign masks
 _MASKS = {None: 0, "".join("-" if TE_SIGN_MASK >> i & 1 else "+" for i in range(HADAMARD_BLOCK)): TE_SIGN_MASK}
@@ -75,11 +94,11 @@ class Side:
         self.others: Mapping[str, Any] = getattr(stored, "others", {})
         self.unquantized: Mapping[str, Mapping[str, bool]] = getattr(stored, "unquantized", {})
 
-    def recipe_of(self, layer: str, matrix: Matrix | None) -> Recipe | None:
+    def recipe_of(self, layer: str, matrix: Whole | None) -> Recipe | None:
         """Return the recipe of a layer's weight, or None if the layer is unquantized or its recipe is unknown."""
         if "weights" not in self.contract.unknown:
             return self.contract.recipe_of(layer)
-        return matrix.recipe if isinstance(matrix, Quantized) else None
+        return matrix.recipe if isinstance(matrix, (Quantized, RowReader)) else None
 
     def decoding(self, r: Recipe) -> Recipe:
         """Return r with the decode rule of loaders if the contract names a container, otherwise r itself."""
@@ -88,11 +107,12 @@ class Side:
             return r
         return as_stored(r, container.startswith(_DIVIDES) and r.scale is not None)
 
-    def given(self, layer: str, x: Any) -> Matrix | None:
+    def given(self, layer: str, x: Any) -> Whole | None:
         """Return the matrix that the side stores, or that its function returns; None if it has only a contract."""
         what = f"{self.label}: {layer}"
         if self.stored is not None:
-            return as_matrix(what, self.stored[layer])
+            found = self.stored[layer]
+            return found if isinstance(found, RowReader) else as_matrix(what, found)
         return None if self.function is None else as_matrix(what, self.function(layer, x))
 
     @property
@@ -543,14 +563,21 @@ class Rows:
 
 
 def rows_of(matrix: Any, rows: np.ndarray) -> Any:
-    """Return some rows of a Quantized or an array."""
+    """Return some rows of a Quantized, a RowReader or an array."""
+    if isinstance(matrix, RowReader):
+        return matrix.read(rows)
     if not isinstance(matrix, Quantized):
         return matrix[rows]
     parts = {name: a if a is None or not np.ndim(a) else a[rows] for name, a in matrix.parts().items()}
     return replace(matrix, **parts, shape=(len(rows), matrix.shape[1]))
 
 
-def with_making(found: Rows, x: np.ndarray, whole: Matrix, rows: np.ndarray, tried: Sequence[Arithmetic]) -> Rows:
+def whole_of(whole: Whole) -> Matrix:
+    """Return all rows of a layer."""
+    return whole.read(np.arange(whole.shape[0])) if isinstance(whole, RowReader) else whole
+
+
+def with_making(found: Rows, x: np.ndarray, whole: Whole, rows: np.ndarray, tried: Sequence[Arithmetic]) -> Rows:
     """Find out how the bytes of a layer were made from its unquantized weight: return ``found`` with that."""
     part = found.part
     for one in tried:
@@ -562,7 +589,7 @@ def with_making(found: Rows, x: np.ndarray, whole: Matrix, rows: np.ndarray, tri
         zeros = as_zeros(replace(found, how=one), one, x)
         if zeros is not None and _equal(zeros.part, part):
             return zeros
-    for step, wrong, q in orders(whole) if isinstance(whole, Quantized) else ():
+    for step, wrong, q in orders(whole_of(whole)):  # type: ignore[arg-type]  # has codes, because its rows have
         right = rows_of(q, rows)
         for one in tried:
             if _gives(one, x, right):
