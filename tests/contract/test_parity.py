@@ -9,7 +9,7 @@ import pytest
 import fp4kit
 from fp4kit import Contract, parity
 from fp4kit.contract.compare_layer import products, why_no_products
-from fp4kit.contract.sides import NO_CONTRACT, Side, differing_bits, same
+from fp4kit.contract.sides import NO_CONTRACT, RowReader, Side, differing_bits, rows_of, same
 from fp4kit.formats import bit_patterns
 from fp4kit.layouts import swizzle_scales, unswizzle_scales
 from fp4kit.layouts.kv import KV_LAYOUTS, KVCache, KVParts, PageShape
@@ -296,6 +296,44 @@ def test_layers_of_one_side_only_are_named():
     assert parity(fewer, STORED).missing == ("m.up_proj: not in train",)
     found = parity(BASE, STORED, weights={k: v for k, v in W.items() if "up" not in k})
     assert found.notes[0] == "1 layer without an unquantized weight: m.up_proj"
+
+
+def test_a_time_limit_compares_fewer_elements_of_every_layer():
+    q = fp4kit.quantize(RNG.standard_normal((512, 1024), np.float32), "nvfp4-te")
+    many = {f"layers.{i}": q for i in range(300)}
+    found = parity(many, many, seconds=3)
+    assert found.equal and len(found.layers) == 300 and found.layers[0].elements == 1 << 14
+    compared, total = sum(layer.elements for layer in found.layers), 300 * 512 * 1024
+    assert min(layer.elements for layer in found.layers) >= 1024 and compared < total
+    text = found.notes[-1]
+    assert text.startswith(f"{total - compared:,} of {total:,} elements, which are not in the sample: if 158 elements")
+    chance = np.prod([1 - compared / (total - i) for i in range(158)])
+    assert f"misses all of them with a chance of {chance:.2g}; it misses" in text
+
+
+def test_only_compared_rows_of_a_reader_are_read():
+    asked = []
+
+    def read(rows):
+        asked.append(rows.tolist())
+        return rows_of(STORED["m.down_proj.weight"], rows)
+
+    reader = RowReader((32, 384), STORED["m.down_proj.weight"].recipe, read)
+    stored = {"m.down_proj": STORED["m.down_proj.weight"]}
+    assert parity(stored, {"m.down_proj": reader}, elements=2 * 384).equal and asked == [[0, 16]]
+    for train, rollout in ((BASE, (BASE, {"m.down_proj": reader})), ({"m.down_proj": reader}, stored)):
+        assert parity(train, rollout, weights=DOWN).equal
+    swapped = replace(
+        stored["m.down_proj"], packed=stored["m.down_proj"].packed >> 4 | stored["m.down_proj"].packed << 4
+    )
+    wrong = replace(reader, read=lambda rows: rows_of(swapped, rows))
+    for train in (BASE, stored):
+        layer = one(parity(train, {"m.down_proj": wrong}, weights=DOWN if train is BASE else None, elements=384))
+        assert layer.step == "code" and "swap the nibbles" in layer.setting
+    faulty = replace(reader, read=lambda rows: rows_of(replace(swapped, tensor_scale=np.float32(9)), rows))
+    faulty = replace(faulty, fault=lambda: ("tensor scale", "alpha is stale"))
+    layer = one(parity(stored, {"m.down_proj": faulty}))
+    assert (layer.step, layer.setting) == ("tensor scale", "rollout: alpha is stale")
 
 
 def test_samples_are_stated():
