@@ -514,6 +514,7 @@ class Collector:
             )
         columns, tokens = x.shape[-1], x.shape[:-1]
         owner: Any = as_index(op, "expert", expert) if expert is not None and not given else None
+        # Without `experts`, any number from 0 on is allowed.
         if owner is not None and not 0 <= owner < (owner + 1 if experts is None else as_index(op, "experts", experts)):
             raise ValueError(f"{op}: expert is {owner}; needs 0 to {experts if experts is None else experts - 1}")
         if given:

@@ -39,9 +39,9 @@ def launch_rotate(x: Any, out: Any, size: int, signs: Any, matrices: Any, invers
     if matrices is not None or not _takes_hadamard(x, out):
         lanes = TILE // size
         groups = -(-outer // lanes) if inner == 1 else outer * -(-inner // lanes)
-        step = 0 if matrices is None or len(matrices) == 1 else size * size
+        matrix_step = 0 if matrices is None or len(matrices) == 1 else size * size
         traits = (x.dtype, inner == 1, has_signs, matrices is not None, inverse)
-        launch = prepared("rotate", groups * (length // size), (*x.shape, step), device, traits, struct)
+        launch = prepared("rotate", groups * (length // size), (*x.shape, matrix_step), device, traits, struct)
         launch(*map(address, (x, out, signs, as_aligned(matrices))))
         return
     transform_traits = (x.dtype, has_signs, inverse)

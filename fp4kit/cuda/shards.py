@@ -316,6 +316,7 @@ class DeviceStages:
         target, run_at = self._packed, self._packed_at // size
         if len(self._partition.starts) > 1:
             offsets = self._partition.offsets(RUN)[self._rank]
+            # Minus starts // RUN, because the kernel counts runs from the start of a matrix, not of its shard.
             target, run_at = self.message, offsets - starts // RUN
         fields = {"packed": target, "factors": self._factors, "run_at": run_at, "factor_at": self._block_at}
         work = np.where(starts < ends, run_count(starts, ends), 0)

@@ -83,6 +83,7 @@ def unusable_tensor_scales(weights: Iterable[Weight]) -> Iterator[Issue]:
                 yield Issue(severity, weight.name, f"{name} is {wrong[0]}; a positive finite number is needed")
 
 
+# The formats whose tensor scales loader_issues checks.
 _CHECKED_FORMATS = ("modelopt", "compressed-tensors", "deepseek-v4")
 
 
