@@ -17,7 +17,7 @@ import numpy as np
 
 from fp4kit.arguments import as_index
 from fp4kit.arithmetic import ieee
-from fp4kit.contract import compare_layer
+from fp4kit.contract import compare_layer, faults
 from fp4kit.contract import sides as side_rows
 from fp4kit.contract.compare_layer import INPUTS_DIFFER, Kind, LayerParity, Parity, counted
 from fp4kit.contract.schema import Contract
@@ -184,6 +184,7 @@ class _Check:
         self.others: Mapping[str, Any] = getattr(source, "others", {})
         self.notes: dict[str, None] = {}
         self.amaxes: dict[Any, Any] = {}
+        self.seen: dict[str, faults.Seen] = {}
         stacks = side_rows.stacks_in(source, True).union(*(side_rows.stacks_in(side.stored, False) for side in sides))
         self.source = None if source is None else side_rows.unstacked(source, stacks)
         for side, other in (sides, sides[::-1]):
@@ -226,6 +227,7 @@ class _Check:
                 self.elements = min(most_elements, self.elements // 2 + 1 if took > share else doubled)
         if end is not None and (text := compare_layer.chance_of_a_miss(found)):
             self.notes[text] = None
+        found = list(faults.by_other_layers(found, self.seen, self.labels))
         layers = f"{len(found):,} of " * (len(found) < len(names)) + counted(len(names), "layer")
         elements, total = sum(one.elements for one in found), sum(one.total for one in found)
         sampled = f"compared {elements:,} of {total:,} elements in {layers}"
@@ -292,6 +294,9 @@ class _Check:
         alone = [side.label for side, whole in zip(self.sides, wholes, strict=True) if whole is None]
         shapes = {whole.shape for whole in (*wholes, x) if whole is not None}
         if len(shapes) > 1:
+            of_sides = [whole.shape if whole is not None else np.shape(x) for whole in wholes]  # type: ignore[arg-type]
+            if turned := faults.turned(name, of_sides, self.labels):
+                return turned
             raise ValueError(f"{OP}: {name} has the shapes {' and '.join(map(str, sorted(shapes)))}; needs one shape")
         (shape,) = shapes
         if len(shape) != 2:
@@ -311,11 +316,13 @@ class _Check:
             compared.append(self._compared(i, name, wholes[i], own, rows, recipes))
             values = compared[i].part
             plain.append(r is None and isinstance(values, np.ndarray) and (part is None or same(values, part)))
+        compared = faults.between_sides(compared, wholes, rows)
         are_tensors = all(side.contract is NO_CONTRACT for side in self.sides) and all(plain)
         kind: Kind = "tensor" if are_tensors else "weight"
         found = compare_layer.compare_layer(name, kind, (compared[0], compared[1]), rows, shape[0] * shape[1])
         if found.step == "value" and plain[0] != plain[1]:
             found = self._half_quantized(found, plain, recipes)
+        self.seen[name] = faults.seen(compared, recipes, found)
         return self._with_products(found, name, compared, recipes, shape)
 
     def _half_quantized(
@@ -331,7 +338,13 @@ class _Check:
     def _tensor(self, name: str, wholes: Sequence[Matrix], kind: Kind = "tensor") -> LayerParity:
         """Compare the values of two tensors that are not matrices, such as logits of three axes, as one row each."""
         a, b = (Rows(label, _values(whole).reshape(1, -1)) for label, whole in zip(self.labels, wholes, strict=True))
-        return compare_layer.compare_layer(name, kind, (a, b), np.zeros(1, np.intp), np.size(a.part))
+        found = compare_layer.compare_layer(name, kind, (a, b), np.zeros(1, np.intp), np.size(a.part))
+        if found.equal:
+            return found
+        if fault := faults.between(b.part, a.part, a.label):
+            return replace(found, setting=f"{b.label}: {fault.text}")
+        is_vector = kind == "other tensor" or wholes[0].shape == (np.size(a.part),)
+        return replace(found, setting=faults.VECTOR * is_vector)
 
     def _rows(self, shape: tuple[int, ...], recipes: Sequence[Recipe]) -> np.ndarray:
         """Return the ascending indices of the rows to compare, which hold at least ``self.elements`` elements."""
@@ -383,7 +396,16 @@ class _Check:
             if r is not None and side_rows.fits(part, r)
             for group in groups
         ]
-        return side_rows.with_making(Rows(side.label, part, x, **served), x, whole, rows, tried)
+        found = Rows(side.label, part, x, **served)
+        return faults.with_making(
+            found,
+            x,
+            whole,
+            rows,
+            tried,
+            lambda: side.transformed(array_of(name, self._x(name))),
+            lambda r: self._arithmetic(side, name, r, (name,), rows).amax,
+        )
 
     def _order_without_source(self, found: Rows, i: int, name: str, whole: Whole, rows: np.ndarray) -> Rows:
         """Return ``found`` with the wrong order in which the rollout stores the trainer's bytes, if it does."""

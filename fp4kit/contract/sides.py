@@ -578,27 +578,32 @@ def whole_of(whole: Whole) -> Matrix:
 
 
 def with_making(found: Rows, x: np.ndarray, whole: Whole, rows: np.ndarray, tried: Sequence[Arithmetic]) -> Rows:
-    """Find out how the bytes of a layer were made from its unquantized weight: return ``found`` with that."""
+    """Find out which of the given ways made the bytes of a layer from its weight, in whatever order they are stored."""
     part = found.part
     for one in tried:
-        if _gives(one, x, part):
+        if gives(one, x, part):
             return replace(found, how=one)
     if not isinstance(part, Quantized):
-        return _fake_making(found, x, part, tried)
+        return found
     for one in tried:
         zeros = as_zeros(replace(found, how=one), one, x)
-        if zeros is not None and _equal(zeros.part, part):
+        if zeros is not None and equal(zeros.part, part):
             return zeros
     for step, wrong, q in orders(whole_of(whole)):  # type: ignore[arg-type]  # has codes, because its rows have
         right = rows_of(q, rows)
         for one in tried:
-            if _gives(one, x, right):
+            if gives(one, x, right):
                 return replace(found, how=one, step=step, wrong=wrong)
+    return found
+
+
+def identified(found: Rows, x: np.ndarray, part: Quantized) -> Rows:
+    """Find the recipe of the table that made the bytes of a layer, or the nearest one."""
     verdict = identify(part, x)
     for r in (RECIPES.get(id, part.recipe) for id in verdict.exact):
         for amax in CandidateAmaxes(part, x).for_recipe(r):
             one = Arithmetic(r, None if amax is None else np.asarray(amax, np.float32))
-            if _gives(one, x, part):
+            if gives(one, x, part):
                 return replace(found, how=one)
     return replace(found, nearest=verdict.verdict)
 
@@ -611,15 +616,15 @@ def fits(part: Matrix, r: Recipe) -> bool:
     return not r.fake_only and (r.element, r.scale, r.block_size) == (own.element, own.scale, own.block_size)
 
 
-def _gives(one: Arithmetic, x: np.ndarray, part: Matrix) -> bool:
+def gives(one: Arithmetic, x: np.ndarray, part: Matrix) -> bool:
     """Return whether quantizing x with an Arithmetic reproduces every bit of the compared rows of a side."""
     found = made(x, one.recipe, one.amax)
     if isinstance(part, Quantized) and isinstance(found, Quantized):
-        return _equal(found, part)
+        return equal(found, part)
     return same(values_of(found, part), values_of(part, found))
 
 
-def _equal(a: Matrix, b: Matrix) -> bool:
+def equal(a: Matrix, b: Matrix) -> bool:
     """Return whether two Quantized have the same codes, block scales and tensor scales in every bit."""
     return all(same(getattr(a, name), getattr(b, name)) for name in ("packed", "block_scale", "tensor_scale"))
 
@@ -645,7 +650,7 @@ def same(a: np.ndarray | None, b: np.ndarray | None) -> bool:
     return np.shape(a) == np.shape(b) and not differing_bits(np.asarray(a), np.asarray(b)).any()
 
 
-def _fake_making(found: Rows, x: np.ndarray, part: np.ndarray, tried: Sequence[Arithmetic]) -> Rows:
+def fake_making(found: Rows, x: np.ndarray, part: np.ndarray, tried: Sequence[Arithmetic]) -> Rows:
     """Find a recipe whose fake_quantize gives the values of a side, although its decoded codes do not."""
     for one in tried:
         if not one.recipe.fake_only:

@@ -1,0 +1,358 @@
+"""Find the fault behind bytes or values that no recipe gives: a scale, dtype, order or orientation, or another weight.
+
+A fault is a pair (step, text). Texts say what one side has, such as "the tensor scale is inverted".
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+from fp4kit.contract import sides as side_rows
+from fp4kit.contract.compare_layer import LayerParity
+from fp4kit.contract.sides import Arithmetic, Matrix, Rows, StepName, Whole, same
+from fp4kit.quantized.container import Quantized
+from fp4kit.quantized.slicing import box_of
+from fp4kit.recipes import RECIPES, Recipe
+from fp4kit.recipes.rules import ROUNDINGS
+from fp4kit.storage.files import listed
+
+
+class Fault(NamedTuple):
+    """What is wrong with the bytes of a side, and at which step."""
+
+    step: StepName
+    text: str
+
+
+_NARROW = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}
+_BLOCKS = (16, 32, 64, 128)
+_PROBE = 16  # rows on which every recipe is tried
+_UNKNOWN = "; either the weight is another one (stale), or fp4kit does not know the arithmetic"
+VECTOR = "nothing quantizes these values, so one side has others: stale ones, from an earlier step; send them again"
+_CORNER = 128  # rows and columns of which a matrix and its transpose are compared by their angle
+_ALIKE = 0.9  # smallest cosine between a decoded weight and its transpose, decoded from another quantization
+
+
+def with_making(
+    found: Rows,
+    x: np.ndarray,
+    whole: Whole,
+    rows: np.ndarray,
+    tried: Sequence[Arithmetic],
+    weight: Callable[[], np.ndarray],
+    amax: Callable[[Recipe], Any],
+) -> Rows:
+    """Find out how the bytes of a layer were made from its weight, or which fault they have.
+
+    x, weight: the compared rows of the weight, and a function that returns all rows, after the side's transform.
+    amax: a function that returns the tensor amaxes of the compared rows for a recipe.
+    """
+    part, made = found.part, side_rows.with_making(found, x, whole, rows, tried)
+    if made.how is not None:
+        return made
+    rights = [(one, side_rows.made(x, one.recipe, one.amax)) for one in tried]
+    for one, right in rights:
+        if fault := between(part, right, one.recipe.id):
+            return replace(found, how=one, step=fault.step, wrong=fault.text)
+    if not isinstance(part, Quantized):
+        made = side_rows.fake_making(found, x, part, tried)
+        if made.how is not None:
+            return made
+    for one in variants(tried, part):
+        is_faked = isinstance(part, np.ndarray) and side_rows.fake_making(found, x, part, (one,)).how is not None
+        if is_faked or side_rows.gives(one, x, part):
+            return replace(found, how=one)
+    fault = orientation(weight(), part, rows, tried, "the unquantized weight")
+    for _, right in rights:
+        fault = fault or row_order(side_rows.whole_of(whole), right, rows, "the unquantized weight")
+    if fault:
+        return replace(found, step=fault.step, wrong=fault.text)
+    if isinstance(part, Quantized):
+        return side_rows.identified(found, x, part)
+    for one in by_recipe(part, x, amax):
+        if side_rows.gives(one, x, part):
+            return replace(found, how=one)
+    return found
+
+
+def between_sides(compared: Sequence[Rows], wholes: Sequence[Whole | None], rows: np.ndarray) -> list[Rows]:
+    """Return the compared rows with the fault of one side, judged by the other side, if nothing is known yet."""
+    train, rollout = compared
+    right, whole = wholes
+    a, b = train.part, rollout.part
+    if any(one.wrong for one in compared) or right is None or whole is None or _alike(a, b):
+        return [*compared]
+    p, q = train.how, rollout.how
+    if p is not None and q is not None and (_dtypes(a, b) < 2 or p.recipe != q.recipe):
+        return [*compared]
+    fault = between(b, a, train.label)
+    if p is None and q is None:
+        right, whole = side_rows.whole_of(right), side_rows.whole_of(whole)
+        fault = fault or orientation(right, b, rows, (), f"that of {train.label}")
+        fault = fault or row_order(whole, a, rows, train.label)
+    if fault:
+        return [train, replace(rollout, step=fault.step, wrong=fault.text)]
+    fault = between(a, b, rollout.label)
+    return [replace(train, step=fault.step, wrong=fault.text), rollout] if fault else [*compared]
+
+
+def _dtypes(a: Matrix, b: Matrix) -> int:
+    """Return how many dtypes two parts without codes have."""
+    return len({one.dtype for one in (a, b) if isinstance(one, np.ndarray)})
+
+
+def _alike(a: Matrix, b: Matrix) -> bool:
+    """Return whether two parts are equal in every stored byte."""
+    if isinstance(a, Quantized) and isinstance(b, Quantized):
+        return a.recipe == b.recipe and side_rows.equal(a, b)
+    return isinstance(a, np.ndarray) and isinstance(b, np.ndarray) and same(a, b)
+
+
+def turned(name: str, shapes: Sequence[tuple[int, ...]], labels: tuple[str, str]) -> LayerParity | None:
+    """Return the result for a layer that one side stores as the transpose of what the other side stores."""
+    a, b = shapes
+    if len(a) < 2 or a[:-2] != b[:-2] or a[-2:] != b[:-3:-1]:
+        return None
+    text = f"{labels[1]} has the shape {b}, that of the transpose of {labels[0]}'s {a}; transpose it"
+    size = int(np.prod(a))
+    return LayerParity(name, "weight", 0, size, values=(size, size), step="value", setting=text)
+
+
+def variants(tried: Sequence[Arithmetic], part: Matrix) -> Iterator[Arithmetic]:
+    """Yield copies of ``tried`` with another rounding, another application of the factor or another block size."""
+    changes: list[dict[str, Any]] = [{"rounding": one} for one in ROUNDINGS]
+    changes += [{"apply": one} for one in ("multiply", "divide")]
+    if not isinstance(part, Quantized):
+        changes += [{"block": (1, size)} for size in _BLOCKS if part.shape[1] % size == 0]
+    for one in tried:
+        for change in changes:
+            if "block" in change and (one.recipe.block is None or one.recipe.block_rows > 1):
+                continue
+            try:
+                recipe = replace(one.recipe, **change)
+            except ValueError:  # the recipe does not allow the change
+                continue
+            if recipe != one.recipe:
+                yield one._replace(recipe=recipe)
+
+
+def by_recipe(part: np.ndarray, x: np.ndarray, amax: Callable[[Recipe], Any]) -> Iterator[Arithmetic]:
+    """Yield the Arithmetic of each listed recipe that gives the values of the first rows of a side without codes."""
+    for r in RECIPES.values():
+        rows = min(len(x), -(-_PROBE // r.block_rows) * r.block_rows)
+        if x.shape[1] % r.length_multiple or r.rounding == "stochastic":
+            continue
+        one = Arithmetic(r, amax(r), ())
+        start = one if one.amax is None or not one.amax.ndim else one._replace(amax=one.amax[:rows])
+        if side_rows.gives(start, x[:rows], part[:rows]):
+            yield one
+
+
+def between(part: Matrix, right: Matrix, of: str) -> Fault | None:
+    """Return the fault that makes ``part`` from ``right``, which texts call ``of``; None if no known fault does."""
+    if isinstance(part, Quantized):
+        return _of_tensor_scale(part, right, of) if isinstance(right, Quantized) else None
+    for text, values in _decodings(right, of):
+        if same(values.astype(np.float32), part.astype(np.float32)):
+            return Fault("decode" if isinstance(right, Quantized) else "value", text)
+    return None
+
+
+def _of_tensor_scale(part: Quantized, right: Quantized, of: str) -> Fault | None:
+    """Return the fault of the tensor scale, if nothing else differs."""
+    p, q = part.tensor_scale, right.tensor_scale
+    others = same(part.packed, right.packed) and same(part.block_scale, right.block_scale)
+    if not others or p is None or q is None or np.shape(p) != np.shape(q) or same(p, q):
+        return None
+    found, scale = np.asarray(p, np.float32), np.asarray(q, np.float32)
+    with np.errstate(all="ignore"):
+        inverse = np.float32(1) / scale
+    if np.all(np.abs(found - inverse) <= 2 * np.spacing(np.abs(inverse))):
+        text = f"the tensor scale is inverted: it is 1 / that of {of}, a divisor, but decoding multiplies by it"
+        return Fault("tensor scale", text)
+    if np.all(found == 1):
+        return Fault("tensor scale", f"the tensor scale is 1: that of {of} is not applied")
+    for name, dtype in _NARROW.items():
+        if same(found, scale.astype(dtype).astype(np.float32)):
+            text = f"the tensor scale is that of {of} rounded to {name}; load scales in float32"
+            return Fault("tensor scale", text)
+    return None
+
+
+def _decodings(right: Matrix, of: str) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield (text, values) for the ways in which load routes decode codes, or round values, that differ in dtype."""
+    if not isinstance(right, Quantized):
+        for name, dtype in _NARROW.items():
+            yield f"the values are those of {of} rounded to {name}; use one dtype on both sides", right.astype(dtype)
+        wide = right.astype(np.float32)
+        for name, number in (("plus", 1), ("minus", -1)):
+            text = f"the values are those of {of} {name} 1, as some formats store norms; store them alike"
+            yield text, (wide + number).astype(right.dtype)
+        return
+    values = np.asarray(right.dequantize(np.float32))
+    for name, dtype in _NARROW.items():
+        yield f"the values are decoded from {of}, then rounded to {name}; decode to one dtype", values.astype(dtype)
+    scale = right.tensor_scale
+    for name, dtype in _NARROW.items() if scale is not None else ():
+        rounded = np.asarray(scale, np.float32).astype(dtype).astype(np.float32)
+        text = f"the values are decoded from {of} with the scale rounded to {name} (load route)"
+        routed = np.asarray(replace(right, tensor_scale=rounded, tensor_amax=None).dequantize(np.float32))
+        yield f"{text}; load scales in float32", routed
+        yield f"{text} and are rounded to {name} themselves; load scales in float32", routed.astype(dtype)
+
+
+def orientation(x: Matrix, part: Matrix, rows: np.ndarray, tried: Sequence[Arithmetic], of: str) -> Fault | None:
+    """Return a fault if ``part`` is the rows of the transpose of x: of its values, or of its codes by ``tried``."""
+    if x.shape[0] != x.shape[1]:
+        return None
+    fault = Fault("value", f"the weight is the transpose of {of}; transpose it")
+    if isinstance(x, Quantized) or (isinstance(part, Quantized) and not tried):
+        first = np.flatnonzero(rows < _CORNER)
+        own = _corner(part, len(first), x.shape[1])
+        cosine = _cosine(_corner(x, x.shape[0], _CORNER).T[rows[first]], own)
+        return fault if cosine > _ALIKE > _cosine(_corner(x, _CORNER, x.shape[1])[rows[first]], own) else None
+    turned = np.ascontiguousarray(x.T[rows])
+    if isinstance(part, np.ndarray) and same(turned, part):
+        return fault
+    for one in tried:
+        one = one if one.amax is None or not one.amax.ndim else one._replace(amax=side_rows.amax_of(turned, one.recipe))
+        if side_rows.gives(one, turned, part):
+            return fault
+    return None
+
+
+def _corner(matrix: Matrix, rows: int, columns: int) -> np.ndarray:
+    """Return the values of the first rows and columns of a matrix."""
+    box = slice(0, min(rows, matrix.shape[0])), slice(0, min(columns, matrix.shape[1]))
+    return np.asarray(box_of(matrix, box).dequantize(np.float32) if isinstance(matrix, Quantized) else matrix[box])
+
+
+def _cosine(a: np.ndarray, b: np.ndarray) -> float:
+    """Return the cosine of the angle between two arrays as vectors; 0 if one has no length."""
+    p, q = a.astype(np.float64).reshape(-1), b.astype(np.float64).reshape(-1)
+    length = float(np.sqrt(p @ p) * np.sqrt(q @ q))
+    return float(p @ q) / length if 0 < length < np.inf else 0.0
+
+
+def row_order(whole: Matrix, right: Matrix, rows: np.ndarray, of: str) -> Fault | None:
+    """Return a fault if the rows ``right``, which belong at the indices ``rows``, are all in ``whole`` elsewhere."""
+    if isinstance(whole, Quantized) != isinstance(right, Quantized):
+        return None
+    places: dict[bytes, list[int]] = defaultdict(list)
+    for i, row in enumerate(_row_bytes(whole)):
+        places[row].append(i)
+    moved = None
+    for i, row in zip(rows.tolist(), _row_bytes(right), strict=True):
+        if row not in places:
+            return None
+        if i not in places[row] and moved is None:
+            moved = i, places[row][0]
+    if moved is None:
+        return None
+    text = f"the rows are in another order: row {moved[0]} of {of} is row {moved[1]} (interleaved, swapped or permuted)"
+    return Fault("value", text)
+
+
+def _row_bytes(matrix: Matrix) -> Iterator[bytes]:
+    """Yield the bytes of each row: its codes and block scales, or its values."""
+    arrays = [*map(np.ascontiguousarray, _stored(matrix))]
+    for i in range(len(arrays[0])):
+        yield b"".join(one[i].tobytes() for one in arrays)
+
+
+def _stored(matrix: Matrix) -> list[np.ndarray]:
+    """Return the codes and block scales of a matrix, or the values of one without codes."""
+    parts = (matrix.packed, matrix.block_scale) if isinstance(matrix, Quantized) else (matrix,)
+    return [part for part in parts if part is not None]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What is kept of a compared layer for comparisons with other layers, for (train, rollout) each.
+
+    digests: hashes of the compared codes and block scales, or of the values. scales: tensor scales, None for others.
+    known: True if both sides are explained by their recipes, or by a fault.
+    """
+
+    digests: tuple[int, int]
+    scales: tuple[bytes | None, bytes | None]
+    recipes: tuple[Any, ...]
+    known: bool
+
+
+def seen(compared: Sequence[Rows], recipes: Sequence[Recipe | None], found: LayerParity) -> Seen:
+    """Return the Seen of a layer."""
+    digests, scales = [], []
+    for one in compared:
+        digests.append(hash((one.part.shape, *(part.tobytes() for part in _stored(one.part)))))
+        scale = one.part.tensor_scale if isinstance(one.part, Quantized) else None
+        scales.append(None if scale is None or np.ndim(scale) else np.float32(scale).tobytes())
+    unknown = [one.label for one in compared if one.how is None and not one.wrong]
+    recipe = tuple(r.id if r is not None else None for r in recipes)
+    return Seen(
+        (digests[0], digests[1]), (scales[0], scales[1]), recipe, found.equal or not unknown or _is_named(found)
+    )
+
+
+def _is_named(found: LayerParity) -> bool:
+    """Return whether the text about a layer already names a cause: it has one besides the nearest recipe."""
+    return bool(found.setting) and "nearest is" not in found.setting and "instead of codes" not in found.setting
+
+
+def by_other_layers(
+    found: Sequence[LayerParity], kept: Mapping[str, Seen], labels: tuple[str, str]
+) -> Iterator[LayerParity]:
+    """Yield the layers, and name causes that only other layers show: swapped layers, shared amaxes, stale weights."""
+    owners: tuple[dict[int, list[str]], ...] = (defaultdict(list), defaultdict(list))
+    for name, one in kept.items():
+        for owner, digest in zip(owners, one.digests, strict=True):
+            owner[digest].append(name)
+    equal = {kept[layer.name].recipes for layer in found if layer.equal and layer.name in kept}
+    for layer in found:
+        if layer.name not in kept or kept[layer.name].known:
+            yield layer
+            continue
+        text = _cause(layer, kept, owners, equal, labels)
+        yield replace(layer, setting=text or layer.setting + _UNKNOWN * ("nearest is" in layer.setting))
+
+
+def _cause(
+    layer: LayerParity,
+    kept: Mapping[str, Seen],
+    owners: Sequence[Mapping[int, Sequence[str]]],
+    equal: set[tuple[Any, ...]],
+    labels: tuple[str, str],
+) -> str:
+    """Return the text of the cause that other layers show for the difference of a layer; "" if they show none."""
+    one = kept[layer.name]
+    for i in (1, 0):
+        there = owners[1 - i].get(one.digests[i], ())
+        if there and layer.name not in there:
+            return f"{labels[i]} has here the weight that {labels[1 - i]} has as {listed(there)}: swapped layers"
+    parent = layer.name.rpartition(".")[0]
+    for i in (1, 0):
+        siblings = [
+            name
+            for name, other in kept.items()
+            if name != layer.name and name.rpartition(".")[0] == parent and other.scales[i] is not None
+            if other.scales[i] == one.scales[i] and other.scales[1 - i] != one.scales[1 - i]
+        ]
+        if siblings:
+            return (
+                f"{labels[i]} has one tensor scale for {layer.name} and {listed(siblings)}, and {labels[1 - i]} does"
+                " not; let the same layers share an amax (shared_amax)"
+            )
+    if one.recipes not in equal:
+        return ""
+    if layer.kind == "tensor":
+        return "other tensors are equal, so this one was computed or sent at another time (stale)"
+    return (
+        "other layers of the same recipe are equal, so one side has another weight here: a stale one, from an earlier"
+        " step, or a damaged one; send it again"
+    )

@@ -1,0 +1,393 @@
+"""Test that parity finds and names mismatches between a trainer and a server: the right step, and the setting.
+
+Each mismatch is injected into one side alone. MISMATCHES states which step and which words the report must have.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+import pytest
+import synthetic
+
+import fp4kit
+from fp4kit import Contract, dequantize, fake_quantize, parity, quantize, recipe
+from fp4kit.checkpoint import convert
+from fp4kit.layouts import swizzle_scales
+
+BF16 = ml_dtypes.bfloat16
+RNG = np.random.default_rng(49)
+W = {
+    f"m.{leaf}": (RNG.standard_normal((128, 384)) * size).astype(BF16)
+    for leaf, size in (("gate_proj", 1), ("up_proj", 1.5), ("down_proj", 1))
+}
+W32 = {name: w.astype(np.float32) for name, w in W.items()}
+BASE = Contract("nvfp4-te", activations="nvfp4-te", unit="sm100")
+STORED = {name: quantize(w, "nvfp4-te") for name, w in W.items()}
+EXPERTS = {f"m.experts.{i}.up_proj": RNG.standard_normal((64, 64), np.float32) for i in range(4)}
+LATE = {name: (w + 0.01 * RNG.standard_normal(w.shape)).astype(np.float32) for name, w in EXPERTS.items()}
+OCP, TE, FP8, INT4 = (recipe(id) for id in ("mxfp4-ocp", "nvfp4-te", "fp8-transformers-block", "int4-qat"))
+
+
+def served(weights, r="nvfp4-te", **changes):
+    """Quantize weights by layer. changes: field of the Quantized -> a function of the Quantized for its new value."""
+    made = {name: quantize(np.ascontiguousarray(w), r) for name, w in weights.items()}
+    return {name: changed(q, **{field: make(q) for field, make in changes.items()}) for name, q in made.items()}
+
+
+def changed(q, **values):
+    """Return a Quantized with other parts. A new tensor scale leaves no amax."""
+    return replace(q, **values, **({"tensor_amax": None} if "tensor_scale" in values else {}))
+
+
+def rounded(scale, dtype=BF16):
+    return np.asarray(scale).astype(dtype).astype(np.float32)
+
+
+def swapped(weights):
+    names = [*weights]
+    return {**weights, names[1]: weights[names[2]], names[2]: weights[names[1]]}
+
+
+def interleaved(w):
+    """Return the rows of a fused gate_up matrix in the order gate 0, up 0, gate 1, up 1 and so on."""
+    return np.ascontiguousarray(w.reshape(2, -1, w.shape[1]).transpose(1, 0, 2).reshape(w.shape))
+
+
+class Mismatch(NamedTuple):
+    """Two sides, and the step and the pattern of the text that the report must have. weights: the unquantized model."""
+
+    train: Any
+    rollout: Any
+    step: str
+    text: str
+    weights: Any = None
+    kind: str = "weight"
+
+
+SIGNS = "+-" * 8
+MISMATCHES = {
+    "recipe": Mismatch(
+        BASE,
+        BASE.stating(weights="nvfp4-compressed-tensors"),
+        "tensor scale",
+        "recipe nvfp4-te in train and nvfp4-compressed-tensors in rollout",
+        W,
+    ),
+    "recipe of bytes": Mismatch(
+        BASE, served(W, "nvfp4-modelopt"), "tensor scale", "recipe nvfp4-te in train and nvfp4-modelopt in rollout", W
+    ),
+    "recipe of values": Mismatch(
+        BASE,
+        {name: fake_quantize(w, "mxfp8-te") for name, w in W.items()},
+        "amax",
+        "recipe nvfp4-te in train and mxfp8-te in rollout .*element format E2M1 and E4M3",
+        W,
+    ),
+    "divisor": Mismatch(
+        BASE.stating(container="modelopt NVFP4"),
+        BASE.stating(container="compressed-tensors NVFP4"),
+        "decode",
+        "container modelopt NVFP4 in train and compressed-tensors NVFP4 in rollout .*product and stored_divisor",
+        W,
+    ),
+    "excluded": Mismatch(
+        BASE,
+        BASE.stating(excluded=["*.up_proj"]),
+        "quantization",
+        "rollout does not quantize this layer, and train does; .*exclude it on both sides",
+        W,
+    ),
+    "shared amax": Mismatch(
+        BASE.stating(shared_amax=[("gate_proj", "up_proj")]),
+        BASE,
+        "amax",
+        r"train uses \S+, the largest of m.gate_proj, m.up_proj and rollout uses \S+, its own; .*\(shared_amax\)",
+        W,
+    ),
+    "shared amax of two checkpoints": Mismatch(
+        STORED,
+        {name: quantize(w, "nvfp4-te", tensor_amax=fp4kit.amax(W["m.up_proj"])) for name, w in W.items()},
+        "tensor scale",
+        r"rollout has one tensor scale for m.gate_proj and .*m.up_proj.*\(shared_amax\)",
+    ),
+    "scale layout": Mismatch(
+        BASE,
+        served(W, block_scale=lambda q: swizzle_scales(q.block_scale, "swizzled_128x4").reshape(q.block_scale.shape)),
+        "block scale",
+        "rollout: the block scales are in the layout swizzled_128x4, but are read as linear",
+        W,
+    ),
+    "nibbles": Mismatch(
+        STORED, served(W, packed=lambda q: q.packed >> 4 | q.packed << 4), "code", "rollout: .*; swap the nibbles"
+    ),
+    "rounding of ties": Mismatch(
+        Contract(OCP), Contract(replace(OCP, id="mine", rounding="rna")), "tie", r"\(rounding rn and rna\)", W
+    ),
+    "rounding of bytes": Mismatch(
+        Contract(OCP), served(W, replace(OCP, id="mine", rounding="rz")), "code", r"\(rounding rn and rz\)", W
+    ),
+    "rounding of a fake quantizer": Mismatch(
+        Contract(OCP),
+        lambda name, w: fake_quantize(w, replace(OCP, id="mine", rounding="rz")),
+        "code",
+        r"\(rounding rn and rz\)",
+        W,
+    ),
+    "dtype of decoded weights": Mismatch(
+        STORED,
+        {name: dequantize(q, BF16).astype(np.float32) for name, q in STORED.items()},
+        "decode",
+        "rollout: the values are decoded from train, then rounded to bfloat16",
+    ),
+    "dtype that a loader decodes to": Mismatch(
+        BASE.stating(served_dtype="float32"),
+        BASE.stating(served_dtype="bfloat16"),
+        "decode",
+        "served_dtype is float32 in train and bfloat16 in rollout; decode to one dtype",
+        W32,
+    ),
+    "dtype of a fake quantizer": Mismatch(
+        BASE,
+        lambda name, w: dequantize(quantize(w, "nvfp4-te"), np.float16).astype(np.float32),
+        "decode",
+        "rollout: the values are decoded from nvfp4-te, then rounded to float16",
+        W32,
+    ),
+    "dtype of plain values": Mismatch(
+        {name: w.astype(BF16) for name, w in EXPERTS.items()},
+        EXPERTS,
+        "value",
+        "train: the values are those of rollout rounded to bfloat16",
+        kind="tensor",
+    ),
+    "4over6": Mismatch(
+        BASE, BASE.stating(weights="nvfp4-te-4over6-mse-448"), "block scale", "4over6 mode none and mse", W
+    ),
+    "scale_max": Mismatch(
+        BASE.stating(weights="nvfp4-te-4over6-mae-448"),
+        BASE.stating(weights="nvfp4-te-4over6-mae-256"),
+        "tensor scale",
+        "largest block scale 448 and 256",
+        W,
+    ),
+    "order of sums": Mismatch(
+        Contract("mxfp8-te", activations="mxfp8-te", unit="sm100"),
+        Contract("mxfp8-te", activations="mxfp8-te", unit="exact"),
+        "product",
+        "unit sm100 in train and exact in rollout",
+        W,
+    ),
+    "load route": Mismatch(
+        Contract(FP8),
+        served(W, FP8, tensor_scale=lambda q: rounded(q.tensor_scale)),
+        "tensor scale",
+        "rollout: the tensor scale is that of fp8-transformers-block rounded to bfloat16",
+        W,
+    ),
+    "load route of decoded values": Mismatch(
+        Contract(FP8),
+        {
+            name: dequantize(changed(q, tensor_scale=rounded(q.tensor_scale)), BF16)
+            for name, q in served(W, FP8).items()
+        },
+        "decode",
+        "with the scale rounded to bfloat16 .load route. and are rounded to bfloat16 themselves",
+        W,
+    ),
+    "inverted tensor scale": Mismatch(
+        BASE,
+        served(W, tensor_scale=lambda q: np.float32(1) / q.tensor_scale),
+        "tensor scale",
+        "rollout: the tensor scale is inverted: it is 1 / that of nvfp4-te",
+        W,
+    ),
+    "tensor scale not applied": Mismatch(
+        STORED,
+        served(W, tensor_scale=lambda q: np.ones_like(q.tensor_scale)),
+        "tensor scale",
+        "rollout: the tensor scale is 1: that of train is not applied",
+    ),
+    "stale norm": Mismatch(
+        {**STORED, "m.norm": np.ones(384, np.float32)},
+        {**STORED, "m.norm": np.full(384, 1.25, np.float32)},
+        "value",
+        "stale ones, from an earlier step; send them again",
+        kind="tensor",
+    ),
+    "norm plus one": Mismatch(
+        {**STORED, "m.norm": np.full(384, 0.25, BF16)},
+        {**STORED, "m.norm": np.full(384, 1.25, BF16)},
+        "value",
+        "rollout: the values are those of train plus 1",
+        kind="tensor",
+    ),
+    "stale expert": Mismatch(
+        BASE,
+        served({**EXPERTS, "m.experts.2.up_proj": LATE["m.experts.2.up_proj"]}),
+        "tensor scale",
+        "other layers of the same recipe are equal, so one side has another weight here: a stale one",
+        EXPERTS,
+    ),
+    "stale expert of two checkpoints": Mismatch(
+        served(EXPERTS, OCP),
+        served({**EXPERTS, "m.experts.2.up_proj": LATE["m.experts.2.up_proj"]}, OCP),
+        "code",
+        "other layers of the same recipe are equal, so one side has another weight here: a stale one",
+    ),
+    "every layer stale": Mismatch(
+        BASE,
+        served(LATE),
+        "tensor scale",
+        r"nearest is \S+ with .* either the weight is another one \(stale\)",
+        EXPERTS,
+    ),
+    "experts in another order": Mismatch(
+        BASE,
+        served(swapped(EXPERTS)),
+        "tensor scale",
+        "rollout has here the weight that train has as m.experts.2.up_proj: swapped layers",
+        EXPERTS,
+    ),
+    "transposed experts": Mismatch(
+        BASE,
+        served({name: w.T for name, w in EXPERTS.items()}),
+        "value",
+        "rollout: the weight is the transpose of the unquantized weight",
+        EXPERTS,
+    ),
+    "transposed experts of two checkpoints": Mismatch(
+        served(EXPERTS),
+        served({name: w.T for name, w in EXPERTS.items()}),
+        "value",
+        "rollout: the weight is the transpose of that of train",
+    ),
+    "transposed stack": Mismatch(
+        {"m.experts.up_proj": RNG.standard_normal((2, 32, 64), np.float32)},
+        {"m.experts.up_proj": RNG.standard_normal((2, 64, 32), np.float32)},
+        "value",
+        r"rollout has the shape \(2, 64, 32\), that of the transpose of train's \(2, 32, 64\)",
+    ),
+    "interleaved rows": Mismatch(
+        BASE,
+        served({name: interleaved(w) for name, w in W.items()}),
+        "value",
+        r"rollout: the rows are in another order: row \d+ of the unquantized weight is row \d+ .interleaved",
+        W,
+    ),
+    "hadamard signs": Mismatch(
+        BASE.stating(hadamard=16, hadamard_signs=SIGNS[::-1]),
+        BASE.stating(hadamard=16, hadamard_signs=SIGNS),
+        "quotient",
+        r"hadamard is 16 with signs -\+-\+... in train and 16 with signs \+-\+-... in rollout",
+        W,
+    ),
+    "recipe version": Mismatch(
+        Contract("mxfp4-mlx-cpu"),
+        Contract("mxfp4-mlx-cpu-0321"),
+        "block scale",
+        "versions 0.32.2 to 0.32.4 and 0.30.6 to 0.32.1",
+        W,
+    ),
+    "block size": Mismatch(
+        Contract(INT4), Contract(replace(INT4, id="mine", block=(1, 64))), "amax", r"block \(1, 128\) and \(1, 64\)", W
+    ),
+    "block size of a fake quantizer": Mismatch(
+        Contract(INT4),
+        lambda name, w: fake_quantize(w, replace(INT4, id="mine", block=(1, 64))),
+        "amax",
+        r"block \(1, 128\) and \(1, 64\)",
+        W,
+    ),
+    "recipe of activations": Mismatch(
+        BASE,
+        BASE.stating(activations="nvfp4-te-4over6-mse-448"),
+        "product",
+        "the inputs are quantized differently; see the inputs",
+        W,
+    ),
+}
+
+
+def reported(mismatch: Mismatch, **options):
+    """Return the first differing layer that parity reports. Assert that only the side with the fault is blamed."""
+    found = parity(mismatch.train, mismatch.rollout, weights=mismatch.weights, **options)
+    assert not found.equal and found.differing
+    return found.differing[0]
+
+
+@pytest.mark.parametrize("mismatch", MISMATCHES.values(), ids=MISMATCHES)
+def test_a_mismatch_is_found_and_named(mismatch):
+    layer = reported(mismatch)
+    assert (layer.kind, layer.step) == (mismatch.kind, mismatch.step), str(layer)
+    assert re.search(mismatch.text, layer.setting), layer.setting
+
+
+@pytest.mark.parametrize("mismatch", MISMATCHES.values(), ids=MISMATCHES)
+def test_sides_without_the_mismatch_are_equal(mismatch):
+    """The same comparison without the injected fault finds nothing, so the fault alone is what the report names."""
+    for side in (mismatch.train, mismatch.rollout):
+        assert parity(side, side, weights=mismatch.weights).equal
+
+
+def test_at_least_twenty_kinds():
+    assert len(MISMATCHES) >= 20 and len({(one.step, one.text) for one in MISMATCHES.values()}) >= 20
+
+
+def test_the_faulty_side_is_named_also_if_it_is_the_trainer():
+    for name in ("nibbles", "inverted tensor scale", "load route", "interleaved rows", "transposed experts"):
+        one = MISMATCHES[name]
+        weights = one.weights or W
+        layer = reported(one._replace(train=one.rollout, rollout=one.train, weights=weights))
+        assert layer.setting.startswith("train: ") and layer.step == one.step
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Return a directory with a model (source), its checkpoint (served) and one with another norm (late)."""
+    path = tmp_path_factory.mktemp("mismatches")
+    names = [f"model.layers.0.mlp.{leaf}" for leaf in ("gate_proj", "up_proj", "down_proj")]
+    rng = np.random.default_rng(0)
+    tensors = {f"{name}.weight": rng.standard_normal((64, 64), np.float32) for name in names}
+    for source, target, norm in (("source", "served", 1), ("source late", "late", 1.5)):
+        tensors["model.norm.weight"] = np.full(64, norm, np.float32)
+        synthetic.write_model(path / source, {"model_type": "llama"}, tensors)
+        convert(path / source, path / target, "nvfp4-te", format="modelopt", input_scale=8 / 2688)
+    return path
+
+
+def test_static_and_dynamic_input_scales(folder):
+    x = {"model.layers.0.mlp.down_proj": np.random.default_rng(1).standard_normal((16, 64)).astype(np.float32)}
+    static = Contract.of(folder / "served").stating(activations="nvfp4-vllm-static", unit="exact")
+    dynamic = static.stating(input_scales="dynamic")
+    found = parity(dynamic, (static, folder / "served"), weights=folder / "source", inputs=x)
+    (layer,) = (one for one in found.differing if one.kind == "input")
+    assert layer.step == "amax" and "use the same input scales on both sides (input_scales)" in layer.setting
+    assert "input_scales: dynamic and static" in found.contracts.differences
+
+
+def test_a_stale_norm_of_a_checkpoint(folder):
+    found = parity(folder / "served", folder / "late")
+    (layer,) = found.differing
+    assert (layer.name, layer.kind, layer.step) == ("model.norm", "other tensor", "value")
+    assert "stale ones, from an earlier step" in layer.setting
+
+
+def test_a_layer_that_no_known_fault_explains_is_not_blamed_on_one():
+    """Random codes are no transpose, no order and no other layer; the report then gives the nearest recipe only."""
+    junk = served(W, packed=lambda q: np.random.default_rng(0).integers(0, 256, q.packed.shape, np.uint8))
+    layer = reported(Mismatch(BASE, junk, "code", "", W))
+    assert layer.step == "code" and layer.setting.startswith("rollout: no recipe reproduces all bytes; nearest is ")
+    layer = reported(Mismatch(STORED, junk, "code", ""))
+    assert layer.step == "code" and not layer.setting
+
+
+def test_sampled_rows_show_the_same_faults():
+    for name in ("interleaved rows", "transposed experts", "inverted tensor scale", "experts in another order"):
+        one = MISMATCHES[name]
+        layer = reported(one, elements=1 << 11)
+        assert layer.elements < layer.total and layer.step == one.step and re.search(one.text, layer.setting)
