@@ -381,6 +381,7 @@ struct LaneTask {
                                                       float (*c)[kProductLanes]) const {
     __m512i exponents[kLanesBlock], totals[kLanesBlock];
     __m512 inverses[kLanesBlock], sums[kLanesBlock];
+    // 1. Find the largest exponent of each lane, and turn C into an integer.
     find_exponents(a, b, i, exponents);
     __m512i most = _mm512_setzero_si512();
 #pragma GCC unroll 4
@@ -392,14 +393,17 @@ struct LaneTask {
       inverses[r] = _mm512_castsi512_ps(_mm512_slli_epi32(biased, 23));
       totals[r] = _mm512_cvttps_epi32(_mm512_mul_ps(_mm512_load_ps(c[r]), inverses[r]));
     }
+    // 2. Add the terms, as integers.
     if (kSmall) {
       add_terms(a, b, i, call.step, inverses, totals);
     } else {
       add_chunks(a, b, i, inverses, totals, sums);
     }
+    // 3. Turn the sums into floats, and keep output_bits of their 23 fraction bits.
 #pragma GCC unroll 4
     for (int r = 0; r < kLanesBlock; ++r) {
       if (kSmall) sums[r] = _mm512_cvt_roundepi32_ps(totals[r], kTowardZero);
+      // 1 / inverses[r]: the biased exponents of 2^n and 2^-n add up to 254
       const __m512i unit = _mm512_sub_epi32(_mm512_set1_epi32(254 << 23), _mm512_castps_si512(inverses[r]));
       const __m512i kept = _mm512_set1_epi32(-1 << (23 - call.output_bits));
       const __m512i sum = _mm512_and_si512(_mm512_castps_si512(sums[r]), kept);

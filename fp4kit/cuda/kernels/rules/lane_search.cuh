@@ -170,6 +170,7 @@ struct LaneSearch {
   //     that candidate is larger by the margin, or no element is near a rounding tie under `code`.
   FP4KIT_DEVICE_MEMBER void prove() {
     u32 is_doubtful[kLanes], any_doubtful = 0;
+    // 1. Compare the losses that are known. A lane is doubtful if the candidate with twice the scale was not tried.
     for (int lane = 0; lane < kLanes; ++lane) {
       const bool is_downward = code[lane] != upward_code[lane];
       const bool is_certain =
@@ -181,6 +182,7 @@ struct LaneSearch {
       any_doubtful |= is_doubtful[lane];
     }
     if (!any_doubtful) return;
+    // 2. Try that candidate. The lane stays doubtful if its loss is not larger by the margin.
     look_up();
     find_losses<false>(blocks, scale, reciprocal, tried_loss);
     any_doubtful = 0;
@@ -190,6 +192,7 @@ struct LaneSearch {
       any_doubtful |= is_doubtful[lane];
     }
     if (!any_doubtful) return;
+    // 3. A doubtful lane is proven only if no element is near a rounding tie.
     look_up();
     for (int lane = 0; lane < kLanes; ++lane)
       is_proven[lane] =
