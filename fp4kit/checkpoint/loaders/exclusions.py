@@ -216,10 +216,8 @@ def compressed_tensors(module: str, patterns: Sequence[str]) -> bool:
 
 
 def _served_ct(module: str, patterns: Sequence[str], fused: Mapping[str, tuple[str, ...]]) -> bool:
-    """Return whether a serving engine leaves ``module`` of a compressed-tensors checkpoint unquantized.
-
-    Source: should_ignore_layer and CompressedTensorsMoEMethod.get_moe_method of vLLM.
-    """
+    """Return whether a serving engine leaves ``module`` of a compressed-tensors checkpoint unquantized."""
+    # Source: should_ignore_layer and CompressedTensorsMoEMethod.get_moe_method of vLLM.
     prepared = _prepared(patterns)
     parts = _parts(module, fused)
     if split_module(module)[1] == "experts":  # engines look up only the first expert
