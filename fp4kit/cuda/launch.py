@@ -184,6 +184,8 @@ class LaunchRow(NamedTuple):
         traits: the names of the types and constants that its instantiation defines, in order.
         limit: the most thread blocks per multiprocessor.
         threads: the number of threads per thread block.
+        fixed: True if the kernel or its launcher needs THREADS threads per thread block. Launchers then count the work
+            in thread blocks, not in threads.
         file: the name of its file in kernels/entries, without the suffix; "" if it is the name of the row.
         entry: the name of the kernel in this file, without the suffix "_kernel"; "" if it is the name of the row.
     """
@@ -192,6 +194,7 @@ class LaunchRow(NamedTuple):
     traits: str = ""
     limit: int = BLOCKS_PER_SM
     threads: int = THREADS
+    fixed: bool = False
     file: str = ""
     entry: str = ""
 
@@ -217,19 +220,21 @@ SEARCH_THREADS, SEARCH_BLOCKS = 512, 2
 _PARTIAL_BLOCKS = 64
 # How each kernel is launched, except the kernels of dispatch.KERNEL_CHOICES, whose arguments and grids depend on a
 # request, and those of matmul.py. The .cu file of a kernel describes its arguments and traits. A row "clip sm_80" holds
-# for this architecture alone; its `file` must be given.
+# for this architecture alone: LAUNCHES["clip sm_80"] = LAUNCHES["clip"]._replace(threads=128).
 LAUNCHES = {
     "amax": LaunchRow("x amax | rows columns", "Input kCounted kAligned"),
-    "amax_columns": LaunchRow("x amax | matrices rows columns lanes tile_rows", "Input kAligned", UNLIMITED),
-    "amax_hadamard": LaunchRow("x amax | rows columns", "Input kCounted kAligned"),
-    "amax_rows": LaunchRow("x amax | rows columns", "Input kCounted kAligned", file="amax"),
+    "amax_columns": LaunchRow(
+        "x amax | matrices rows columns lanes tile_rows", "Input kAligned", UNLIMITED, fixed=True
+    ),
+    "amax_hadamard": LaunchRow("x amax | rows columns", "Input kCounted kAligned", fixed=True),
+    "amax_rows": LaunchRow("x amax | rows columns", "Input kCounted kAligned", fixed=True, file="amax"),
     "clip": LaunchRow("grad x amax out | count covered", "Input Gradient kAligned", UNLIMITED),
     "count_changed": LaunchRow("x y changed largest | count"),
     "dequantize": LaunchRow(
-        "packed scales values tensor_scale tensor_amax | rows columns ahead", "Input Output", UNLIMITED
+        "packed scales values tensor_scale tensor_amax | rows columns ahead", "Input Output", UNLIMITED, fixed=True
     ),
-    "hadamard_columns": LaunchRow("x out signs | outer length inner", "Input kHasSigns kIsInverse"),
-    "hadamard_rows": LaunchRow("x out signs | count length", "Input kHasSigns kIsInverse"),
+    "hadamard_columns": LaunchRow("x out signs | outer length inner", "Input kHasSigns kIsInverse", fixed=True),
+    "hadamard_rows": LaunchRow("x out signs | count length", "Input kHasSigns kIsInverse", fixed=True),
     "implied_amax": LaunchRow("tensor_scale tensor_amax amax | count", "Input"),
     "least_losses": LaunchRow(_LOSSES, _LOSS_TRAITS, file="search_amaxes"),
     "pack_codes": LaunchRow("in out | bytes", "kAligned", UNLIMITED),
@@ -251,6 +256,7 @@ LAUNCHES = {
     "rotate": LaunchRow(
         "x out signs matrices | outer length inner matrix_step",
         "Input kContiguous kHasSigns kHasMatrices kIsInverse",
+        fixed=True,
     ),
     "row_losses": LaunchRow(_LOSSES, _LOSS_TRAITS, file="search_amaxes"),
     "search": LaunchRow(_SEARCH, "Input kAligned kWeighted kAll kEight", SEARCH_BLOCKS, SEARCH_THREADS),
@@ -258,11 +264,13 @@ LAUNCHES = {
     "search_full": LaunchRow(
         f"{_SEARCH} | power", "Input kAligned kWeighted kHessian kMagnitudes kLargest kPowers kFromFloor"
     ),
-    "search_hessian": LaunchRow(_SEARCH, "Input kAligned", 8),
+    "search_hessian": LaunchRow(_SEARCH, "Input kAligned", 8, fixed=True),
     "search_quest": LaunchRow("x tensor_amax block_amax | rows columns", "Input kAligned", 8),
     "search_weighted": LaunchRow(_SEARCH, "Input kAligned kWeighted kAll kEight", 8, file="search", entry="search"),
     "swizzle": LaunchRow("in out | matrices rows columns", "kFrom kTo kQuads", UNLIMITED),
-    "transpose": LaunchRow("codes scales codes_out scales_out | matrices rows columns", "kAligned", UNLIMITED),
+    "transpose": LaunchRow(
+        "codes scales codes_out scales_out | matrices rows columns", "kAligned", UNLIMITED, fixed=True
+    ),
     "unpack_codes": LaunchRow("in out | bytes", "kAligned", UNLIMITED, file="pack_codes"),
 }
 
@@ -304,10 +312,13 @@ def row_function(kernel: str, device: int, struct: str, *traits: Trait, small: b
 def prepared(
     kernel: str, work: int, sizes: tuple[int, ...], device: int, traits: tuple[Trait, ...], struct: str = ""
 ) -> Launch:
-    """Return the prepared launch of a row of LAUNCHES, for `work` thread blocks at most, with fixed sizes."""
+    """Return the prepared launch of a row of LAUNCHES with fixed sizes. `work` is the most threads that have work, or
+    the most thread blocks if the row is fixed.
+    """
     row = row_of(kernel, device)
     function = row_function(kernel, device, struct, *traits)
-    return Launch(function, grid(work, device, row.limit), row.arguments, *sizes, threads=row.threads)
+    blocks = work if row.fixed else -(-work // row.threads)
+    return Launch(function, grid(blocks, device, row.limit), row.arguments, *sizes, threads=row.threads)
 
 
 def address(array: Any) -> int:
@@ -400,7 +411,13 @@ def group_table(members: np.ndarray) -> np.ndarray:
 
 
 def prepare_group(
-    function: Any, arguments: np.ndarray, aligned_runs: ArrayLike, pieces: np.ndarray, held: Any, small: bool = False
+    function: Any,
+    arguments: np.ndarray,
+    aligned_runs: ArrayLike,
+    pieces: np.ndarray,
+    held: Any,
+    small: bool = False,
+    threads: int = THREADS,
 ) -> GroupedLaunch:
     """Return a prepared launch of a kernel that processes a group of tensors (its members)."""
     member = np.dtype([("arguments", arguments.dtype), ("pieces", "u4"), ("aligned", "u4")])
@@ -414,7 +431,7 @@ def prepare_group(
     else:
         table = imports.cupy().asarray(group_table(members))
         group = np.array([(table.data.ptr, len(members), total)], _GROUP)
-    return GroupedLaunch(function, total, group.view(np.dtype((np.void, group.itemsize))), (table, held))
+    return GroupedLaunch(function, total, group.view(np.dtype((np.void, group.itemsize))), (table, held), threads)
 
 
 def prepare_rows(
@@ -428,6 +445,6 @@ def prepare_rows(
     held: Any,
 ) -> GroupedLaunch:
     """Return the prepared launch of a row of LAUNCHES over a group, with the arguments of each member as a tuple."""
-    function = row_function(kernel, device, struct, *traits, small=is_small(members))
-    arguments = np.array(members, row_of(kernel, device).arguments)
-    return prepare_group(function, arguments, aligned_runs, pieces, held, is_small(members))
+    row, small = row_of(kernel, device), is_small(members)
+    function = row_function(kernel, device, struct, *traits, small=small)
+    return prepare_group(function, np.array(members, row.arguments), aligned_runs, pieces, held, small, row.threads)

@@ -10,7 +10,7 @@ import numpy as np
 from fp4kit import layouts
 from fp4kit.arrays import imports
 from fp4kit.call.parse import Declined
-from fp4kit.cuda.launch import LAUNCHES, THREADS, Launch, aligned, prepared
+from fp4kit.cuda.launch import LAUNCHES, Launch, aligned, prepared
 from fp4kit.layouts import padded_shape
 from fp4kit.quantized.container import Quantized, packed_shape, scale_shape
 from fp4kit.recipes import Recipe
@@ -74,9 +74,9 @@ def _repack(kernel: str, array: Any, shape: tuple[int, ...]) -> Any:
         if out.size:
             array = cupy.ascontiguousarray(array)
             packed_bytes = min(array.size, out.size)
-            blocks = -(-packed_bytes // (_BYTES_PER_THREAD * THREADS))
+            work = -(-packed_bytes // _BYTES_PER_THREAD)
             is_aligned = aligned(array, 16) and aligned(out, 16)
-            prepared(kernel, blocks, (packed_bytes,), out.device.id, (is_aligned,))(array.data.ptr, out.data.ptr)
+            prepared(kernel, work, (packed_bytes,), out.device.id, (is_aligned,))(array.data.ptr, out.data.ptr)
         return out
 
 
@@ -85,7 +85,7 @@ def swizzle_launch(scales: Any, layout: str, out: Any, target: str, shape: tuple
     quads = "linear" in (layout, target) and aligned(scales, shape[-1]) and aligned(out, 16)
     size = max(prod(padded_shape(shape, name)) for name in (layout, target))
     traits = (f"ScaleLayout::{layout}", f"ScaleLayout::{target}", quads)
-    return prepared("swizzle", -(-size // (THREADS * (64 if quads else 4))), shape, scales.device.id, traits)
+    return prepared("swizzle", -(-size // (64 if quads else 4)), shape, scales.device.id, traits)
 
 
 def transpose_launch(

@@ -156,7 +156,7 @@ def implied_amaxes(tensor_scale: Any, amax: Any, r: Recipe, original: np.dtype) 
     """
     device, count = tensor_scale.device.id, tensor_scale.size
     found = imports.cupy().empty(tensor_scale.shape, np.float32)
-    launch = prepared("implied_amax", -(-count // THREADS), (count,), device, (original,), recipe_struct(r))
+    launch = prepared("implied_amax", count, (count,), device, (original,), recipe_struct(r))
     launch(*map(address, (tensor_scale, amax, found)))
     return found
 
@@ -182,7 +182,7 @@ def amax_launch(x: Any, counted: str = "all", by_row: bool = False, mask: int | 
     """Return the prepared launch that computes the amax of a matrix or, if by_row is True, one amax per row."""
     # If by_row is False, the result must hold 0 before, because the kernel only raises it.
     (rows, columns), run_bytes = _amax_shape(x, by_row)
-    work = min(rows, -(-rows * columns // (4 * THREADS))) if by_row else -(-columns // (16 * THREADS))
+    work = min(rows, -(-rows * columns // (4 * THREADS))) if by_row else -(-columns // 16)
     traits = (x.dtype, f"AmaxInput::{counted}", aligned(x, run_bytes))
     kernel = "amax_rows" if by_row else "amax"
     return prepared(kernel, work, (rows, columns), x.device.id, traits, transform_struct(mask))
@@ -214,9 +214,9 @@ def empty_scales(shape: tuple[int, ...], layout: str) -> Any:
 def clip_gradient(grad: Any, x: Any, amax: Any, out: Any) -> None:
     """Write the clipped gradient into out: grad where |x| <= amax, otherwise +0."""
     aligned_runs = all(a.data.ptr % 16 == 0 for a in (grad, x, out))
-    blocks = -(-x.size * max(x.itemsize, grad.itemsize) // (16 * THREADS))
+    runs = -(-x.size * max(x.itemsize, grad.itemsize) // 16)
     sizes, traits = (x.size, x.size // amax.size), (x.dtype, grad.dtype, aligned_runs)
-    launch = prepared("clip", blocks, sizes, x.device.id, traits)
+    launch = prepared("clip", runs, sizes, x.device.id, traits)
     launch(*map(address, (grad, x, amax, out)))
 
 

@@ -16,7 +16,7 @@ from fp4kit.cuda import matrix
 from fp4kit.cuda.amax import empty_amax, tensor_amax
 from fp4kit.cuda.compiler import recipe_struct
 from fp4kit.cuda.dispatch import LaunchRequest, check_formats, find_kernel, kernel_for
-from fp4kit.cuda.launch import THREADS, address, as_aligned, prepared
+from fp4kit.cuda.launch import address, as_aligned, prepared
 from fp4kit.cuda.layouts import swizzle
 from fp4kit.cuda.matrix import Matrix
 from fp4kit.cuda.search import with_searched_amaxes
@@ -197,7 +197,7 @@ def count_changed(x: Any, y: Any) -> tuple[Any, Any]:
     zeros = imports.cupy().zeros
     changed, largest = zeros((), np.int64), zeros((), np.float32)
     if x.size:
-        launch = prepared("count_changed", -(-x.size // (4 * THREADS)), (x.size,), x.device.id, ())
+        launch = prepared("count_changed", -(-x.size // 4), (x.size,), x.device.id, ())
         launch(*map(address, (x, y, changed, largest)))
     return changed, largest
 
@@ -234,7 +234,7 @@ def _requantized(q: Quantized, target: Recipe, values: Any) -> tuple[Quantized, 
     def launch(kernel: str, *arrays: Any) -> None:
         traits = (q.dtype, DECODE_RULES[q.recipe.decode_rule].unsigned_zero)
         sizes, device = (scales.size, q.recipe.block_size), q.packed.device.id
-        prepare = prepared(kernel, -(-scales.size // THREADS), sizes, device, traits, recipe_struct(target))
+        prepare = prepared(kernel, scales.size, sizes, device, traits, recipe_struct(target))
         prepare(*map(address, (*source, *arrays)))
 
     # Overwrite the tensor amax with one that lets the target keep codes of the source. Afterwards, overwrite the blocks

@@ -22,9 +22,6 @@ from fp4kit.cuda.amax import amax, tensor_amax
 from fp4kit.cuda.compiler import Trait, recipe_struct
 from fp4kit.cuda.dispatch import check_formats, kernel_for
 from fp4kit.cuda.launch import (
-    LAUNCHES,
-    SEARCH_BLOCKS,
-    SEARCH_THREADS,
     THREADS,
     GroupedLaunch,
     Launch,
@@ -37,6 +34,7 @@ from fp4kit.cuda.launch import (
     prepare_rows,
     prepared,
     row_function,
+    row_of,
 )
 from fp4kit.cuda.matrix import launch_request
 from fp4kit.formats import E4M3, E8M0
@@ -119,19 +117,20 @@ def search_matrix(
     sizes: tuple[int, ...] = (rows, columns, *(end & _WORD for end in offsets))
     if not _is_pruned(r, terms):
         lanes = POWER_LANES if r.scale == E8M0 else LANES
-        work = -(-rows // r.block_rows) * (columns // r.block_size) * lanes // THREADS
+        work = -(-rows // r.block_rows) * (columns // r.block_size) * lanes
         traits += (weighted, terms.hessian is not None, *objective_traits(terms.power), terms.offsets is None)
         launch = prepared("search_full", work, (*sizes, float64_bits(terms.power)), device, traits, struct)
     elif terms.hessian is None:
         kernel = "search_weighted" if weighted else "search"
-        work = -(-x.size // BLOCK_COLUMNS // LAUNCHES[kernel].threads)
-        launch = prepared(kernel, work, sizes, device, (*traits, weighted, *_candidate_traits(*offsets)), struct)
+        launch = prepared(
+            kernel, x.size // BLOCK_COLUMNS, sizes, device, (*traits, weighted, *_candidate_traits(*offsets)), struct
+        )
     else:
-        blocks = columns // BLOCK_COLUMNS
-        most = grid(rows * columns, device, LAUNCHES["search_hessian"].limit) // blocks  # thread blocks per Hessian
+        row, blocks = row_of("search_hessian", device), columns // BLOCK_COLUMNS
+        most = grid(rows * columns, device, row.limit) // blocks  # thread blocks per Hessian
         function = row_function("search_hessian", device, struct, *traits)
         work = blocks * max(min(-(-rows // THREADS), most), 1)
-        launch = Launch(function, work, LAUNCHES["search_hessian"].arguments, *sizes)
+        launch = Launch(function, work, row.arguments, *sizes)
     launch(*map(address, (x, amax, column_weights, out, unproven)))
 
 
@@ -199,7 +198,7 @@ def search_group(group: Sequence[tuple[Any, Any, Any]], r: Recipe, mask: int | N
     pieces, struct = piece_counts([x.size for x, _, _ in group], device), recipe_struct(r, sign_mask=mask)
     launch = prepare_rows("search", device, struct, traits, members, aligned_runs, pieces, tuple(group))
     # Not one thread block per piece: each thread block first makes tables of bounds, and then takes many pieces.
-    return replace(launch, grid=grid(launch.grid, device, SEARCH_BLOCKS), threads=SEARCH_THREADS)
+    return replace(launch, grid=grid(launch.grid, device, row_of("search", device).limit))
 
 
 MAX_LOSSES = 1 << 25  # the most losses in memory at a time; there is one loss per row and multiple
@@ -237,8 +236,7 @@ def search_multiples(x: Any, amaxes: Any, tensor: Any, out: Any, r: Recipe, term
     for first in range(0, factors.size, batch):
         count = min(batch, factors.size - first)
         sizes = (rows, columns, *covered, parts, first, count, float64_bits(terms.power))
-        blocks = -(-rows * count // THREADS), -(-amaxes.size * 32 // THREADS)
-        for kernel, work in zip(("row_losses", "least_losses"), blocks, strict=True):
+        for kernel, work in (("row_losses", rows * count), ("least_losses", amaxes.size * 32)):
             prepared(kernel, work, sizes, device, traits, struct)(*arrays)
 
 
@@ -264,7 +262,7 @@ def factor_launches(
     for x, out, tensor in matrices:
         check_count(x.size)
         struct = recipe_struct(searching(r), sign_mask=mask) + (f"\n{factors_text(r)}" if r.search in FACTORS else "")
-        work, traits = -(-x.size // r.block_size // THREADS), (x.dtype, aligned(x, 16))
+        work, traits = x.size // r.block_size, (x.dtype, aligned(x, 16))
         launch = prepared(OWN_KERNELS[r.search], work, x.shape, x.device.id, traits, struct)
         yield partial(launch, *map(address, (x, tensor, out)))
 

@@ -19,7 +19,6 @@ from fp4kit.cuda.compiler import recipe_struct
 from fp4kit.cuda.dispatch import LaunchRequest, kernel_for
 from fp4kit.cuda.launch import (
     LAUNCHES,
-    THREADS,
     GroupedLaunch,
     address,
     function_of,
@@ -27,6 +26,7 @@ from fp4kit.cuda.launch import (
     piece_counts,
     prepare_group,
     prepare_rows,
+    row_of,
 )
 from fp4kit.cuda.layouts import transpose_struct, wide_copies, work_blocks
 from fp4kit.layouts import padded_shape
@@ -53,15 +53,17 @@ def partial_arguments(kernel: str, count: int = 1, **fields: Any) -> np.ndarray:
 
 def _partial_function(kernel: str, r: Recipe, dtype: np.dtype, entry: str, device: int, layout: str = "linear") -> Any:
     """Return a compiled partial kernel, which its file has for one matrix and for a group, as a CuPy function."""
-    values = tuple(zip(LAUNCHES[kernel].traits.split(), (dtype, f"ScaleLayout::{layout}"), strict=False))
-    return function_of(kernel, entry, device, recipe_struct(r), values)
+    row = row_of(kernel, device)
+    values = tuple(zip(row.traits.split(), (dtype, f"ScaleLayout::{layout}"), strict=False))
+    return function_of(kernel, entry, device, recipe_struct(r), values, threads=row.threads)
 
 
 def launch_partial(kernel: str, r: Recipe, dtype: np.dtype, table: np.ndarray, work: int, device: int) -> None:
     """Launch a partial kernel for one matrix on the current stream, without waiting for it."""
     plain = table.view(np.dtype((np.void, table.itemsize)))  # CuPy passes raw bytes faster, see Launch
-    blocks = grid(_ceil_div(work, THREADS), device, LAUNCHES[kernel].limit)
-    _partial_function(kernel, r, dtype, kernel, device)((blocks,), (THREADS,), (plain,))
+    row = row_of(kernel, device)
+    blocks = grid(_ceil_div(work, row.threads), device, row.limit)
+    _partial_function(kernel, r, dtype, kernel, device)((blocks,), (row.threads,), (plain,))
 
 
 def prepare_partial(
@@ -76,7 +78,8 @@ def prepare_partial(
 ) -> GroupedLaunch:
     """Return the prepared launch of a partial kernel for all matrices in a table of arguments."""
     function = _partial_function(kernel, r, dtype, f"grouped_{kernel}", device, layout)
-    return prepare_group(function, table, np.ones(len(table), bool), piece_counts(RUN * work, device), held)
+    pieces, threads = piece_counts(RUN * work, device), row_of(kernel, device).threads
+    return prepare_group(function, table, np.ones(len(table), bool), pieces, held, threads=threads)
 
 
 # ---- checks ----

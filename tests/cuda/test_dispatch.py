@@ -20,7 +20,7 @@ from fp4kit.call.parse import Declined
 from fp4kit.call.search_scales import SearchRequest, search_call
 from fp4kit.cuda import compiler, engine, launch
 from fp4kit.cuda.dispatch import MIN_TABLE_ELEMENTS, LaunchRequest, find_kernel, kernel_for, row_plan, unsupported
-from fp4kit.cuda.launch import LAUNCHES
+from fp4kit.cuda.launch import LAUNCHES, THREADS
 from fp4kit.cuda.search import check_search
 from fp4kit.formats import E1M2, E2M1, E2M3, E3M0, E8M0, MX4, ElementFormat
 from fp4kit.quantized.container import Quantized
@@ -288,9 +288,10 @@ def members(text: str, struct: str) -> list[str]:
 
 @pytest.mark.parametrize("kernel", LAUNCHES)
 def test_a_row_has_the_arguments_and_traits_of_its_kernel(kernel):
-    row = LAUNCHES[kernel]
-    text = "\n".join(compiler.include_closure((f"{row.file or kernel}.cu",)).values())
-    entry = row.entry or kernel
+    row, name = LAUNCHES[kernel], kernel.split()[0]
+    assert row.threads == THREADS or not row.fixed
+    text = "\n".join(compiler.include_closure((f"{row.file or name}.cu",)).values())
+    entry = row.entry or name
     found = re.findall(rf"\b(?:grouped_)?{entry}_kernel\((?:Group<)?(\w+)>? \w+\)", text)
     assert found and members(text, found[0]) == list(row.arguments.names or ())
     assert [trait for trait in row.traits.split() if trait != "Input" and not re.search(rf"\b{trait}\b", text)] == []

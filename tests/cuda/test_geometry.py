@@ -86,6 +86,9 @@ def test_a_prepared_launch_has_the_grid_and_threads_of_its_row(log, monkeypatch)
     monkeypatch.setattr(launch, "multiprocessors", lambda device: 3)
     monkeypatch.setattr(launch, "architecture_of", lambda device: "sm_90")
     row = launch.LAUNCHES["search"]
-    launch.prepared.__wrapped__("search", 1 << 20, (1, 2, 3, 4), 0, (None,) * len(row.traits.split()))(5, 6, 7, 8, 9)
-    assert log == [("cupy", (3 * row.limit,), (row.threads,), None, words(5, 6, 7, 8, 9, 1, 2, 3, 4))]
+    for work in (1 << 20, 600, 1):  # threads that have work
+        traits = (None,) * len(row.traits.split())
+        launch.prepared.__wrapped__("search", work, (1, 2, 3, 4), 0, traits)(5, 6, 7, 8, 9)
+    arguments = (row.threads,), None, words(5, 6, 7, 8, 9, 1, 2, 3, 4)
+    assert log == [("cupy", (blocks,), *arguments) for blocks in (3 * row.limit, 2, 1)]
     assert (row.limit, row.threads) == (2, 512)  # and two thread blocks in the launch bounds of search.cu

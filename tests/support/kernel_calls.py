@@ -19,7 +19,7 @@ from thread_group import ThreadGroup, run_threads
 import fp4kit
 from fp4kit import Shard
 from fp4kit.cuda import dispatch
-from fp4kit.cuda.launch import SMALL_GROUP
+from fp4kit.cuda.launch import LAUNCHES, SMALL_GROUP
 from fp4kit.evidence.testing import adversarial_blocks
 from fp4kit.recipes import RECIPES, Recipe
 from fp4kit.training.communicators import SingleProcess
@@ -72,6 +72,15 @@ class KernelCall(NamedTuple):
     def given(self, place: Place) -> dict[str, Any]:
         """Return the options of the call. `place` moves the arrays among them."""
         return {name: place(value) if isinstance(value, np.ndarray) else value for name, value in self.options}
+
+
+def other_rows(architecture: str) -> Any:
+    """Return a context in which every kernel has a row of LAUNCHES for an architecture. New rows allow one thread block
+    per multiprocessor, and have 128 threads unless their number is fixed.
+    """
+    rows = {f"{kernel} {architecture}": row for kernel, row in LAUNCHES.items() if " " not in kernel}
+    new = {key: row._replace(limit=1, threads=row.threads if row.fixed else 128) for key, row in rows.items()}
+    return patch.dict(LAUNCHES, new | LAUNCHES)
 
 
 def parts(q: Any) -> list[Any]:
