@@ -1,5 +1,6 @@
 """Define adapters: data that says how to call a producer's function for each recipe that must match it bit for bit.
-A producer is a library that quantizes, such as torchao. Each module of `producers/` defines one Adapter named ADAPTER.
+A producer is a library that quantizes, such as torchao. Adapters are the constants of frameworks.py, standalone.py and
+toolkits.py.
 
 The functions of an adapter import the producer only when they are called.
 """

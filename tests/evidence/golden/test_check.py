@@ -15,7 +15,7 @@ import fp4kit
 from fp4kit.evidence.golden import check as golden_check
 from fp4kit.evidence.golden.check import check_recipe
 from fp4kit.evidence.golden.golden_set import GoldenSet
-from fp4kit.evidence.golden.rows import ROWS
+from fp4kit.evidence.golden.rows import ROWS, UNRECORDED
 from fp4kit.evidence.testing import ComparedEngine, assert_same_bits
 from fp4kit.formats import E2M1, E4M3
 from fp4kit.layouts import unpack
@@ -25,18 +25,6 @@ from fp4kit.reference.codec import decode, encode
 from fp4kit.reference.dequantize import dequantize_tile
 from fp4kit.reference.stochastic import encode_stochastic, philox4x32
 from fp4kit.reference.tensor_rules import ONE, TensorScale
-
-# No recorded array tests these recipes directly. Their parts are tested through recipes that have recordings.
-UNRECORDED = (
-    *("nvfp4-te-4over6-mae-448-2d", "nvfp4-te-4over6-mse-256-2d", "int8-modelopt-narrow", "int4-qat"),
-    *("mxfp8-mlx-metal-0321", "mxfp4-triton-kernels-main"),
-    *("nvfp4-vllm-kv", "nvfp4-flashinfer-kv", "nvfp4-flashinfer-kv-page"),
-    *("nvfp4-flashinfer-static", "nvfp4-flashinfer-token", "nvfp4-flashinfer-token-precise"),
-    *("nvfp4-vllm-static-divisor", "nvfp4-vllm-online", "nvfp4-sglang-online", "mxfp4-deepseek-v4"),
-    *("nvfp4-deepseek-v4", "fp8-deepseek-v4", "mxfp8-deepseek-v4", "nvfp4-nunchaku"),
-    "nvfp4-compressed-tensors-static",  # compared in tests/recipes/test_engines.py
-    *("fp8-deepgemm-block", "fp8-transformers-block"),  # compared in tests/reference/test_block_rules.py
-)
 
 
 def typed(array):
