@@ -47,7 +47,8 @@ def _launch(kernel: _Kernel, dtype: np.dtype, tiles: int, grouped: bool, device:
     """Return the prepared launch of a matmul kernel for a number of tiles (squares of results)."""
     traits = (*kernel.traits, ("kGrouped", grouped), ("Output", dtype))
     function = function_of(kernel.file, kernel.file, device, kernel.header, traits)
-    return Launch(function, grid(tiles, device), _GROUP if grouped else _PRODUCT)
+    arguments = _GROUP if grouped else _PRODUCT  # as ProductsOf in matmul.cuh: a group, or a product by value
+    return Launch(function, grid(tiles, device), arguments)
 
 
 def _special_kernel(call: MatmulCall, arrays: list[Any]) -> _Kernel | None:
