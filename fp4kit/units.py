@@ -13,8 +13,10 @@ from difflib import get_close_matches
 from functools import lru_cache
 from typing import Any, Literal, get_args
 
-Order = Literal["exact", "float64", "float32-blocks", "dequantized"]
+Order = Literal["exact", "float64", "float32-blocks", "dequantized", "mlx-cpu", "ggml-avx2", "ggml-avx2-repacked"]
 ORDERS: tuple[str, ...] = get_args(Order)
+# The orders of engines on a CPU: A is an array, which the engine may quantize itself, and B is a Quantized.
+ENGINE_ORDERS = ORDERS[4:]
 
 
 @dataclass(frozen=True)
@@ -137,8 +139,8 @@ class Unit:
         promote: None if one chain of steps covers all of K. Otherwise, each chain covers `promote` elements of K and
             starts from zero, and the results of chains are added in float32, rounded to nearest even. It is a multiple
             of each step's k.
-        order: None for a matrix unit. "exact", "float64", "float32-blocks" or "dequantized" for the orders that
-            fp4kit.matmul describes; the other fields besides id and checked are then None.
+        order: None for a matrix unit. Otherwise the name of an order that fp4kit.matmul describes, such as "exact" or
+            "mlx-cpu"; the other fields besides id and checked are then None.
         checked: what was compared with hardware; or "no" and, after a semicolon, what it was compared with instead.
 
     Raises:
@@ -230,6 +232,11 @@ _HOPPER_16 = DotAdd(k=16, fraction_bits=25, output_bits=23, zero_exponent=-133)
 _AMPERE_16 = DotAdd(k=8, fraction_bits=24, output_bits=23, zero_exponent=-132)
 _BLACKWELL_8 = DotAdd(k=32, fraction_bits=25, output_bits=23, zero_exponent=-133)
 _CDNA3_16 = FloorDotAdd(k=8, fraction_bits=24, sum_bits=31)
+_CHECKED = {
+    "mlx-cpu": "on an x86-64 CPU: mx.quantized_matmul of MLX 0.32.4",
+    "ggml-avx2": "on an x86-64 CPU: vec_dot and ggml_mul_mat of llama.cpp (xllamacpp 2026.10.11549)",
+    "ggml-avx2-repacked": "on an x86-64 CPU: ggml_mul_mat of llama.cpp (xllamacpp 2026.10.11549) with repacked weights",
+}
 
 UNITS: Mapping[str, Unit] = {
     unit.id: unit
@@ -269,7 +276,10 @@ UNITS: Mapping[str, Unit] = {
             fp8_fnuz=FloorDotAdd(k=16, fraction_bits=24, sum_bits=31, sums=2, c_vanishes=True),
             checked=_NO,
         ),
-        *(Unit(order, order=order, checked="no hardware adds in this order") for order in get_args(Order)),
+        *(
+            Unit(order, order=order, checked=_CHECKED.get(order, "no hardware adds in this order"))
+            for order in get_args(Order)
+        ),
     )
 }
 
@@ -343,7 +353,8 @@ def from_spec(spec: str) -> Unit:
 
 
 def units() -> tuple[Unit, ...]:
-    """Return all Units that fp4kit.matmul accepts by id: first the matrix units, then the orders without hardware.
+    """Return all Units that fp4kit.matmul accepts by id: first matrix units, then orders without hardware, then the
+    orders of engines on a CPU.
 
     The field `checked` of a Unit says what was compared with hardware.
 
@@ -352,7 +363,7 @@ def units() -> tuple[Unit, ...]:
         >>> [u.id for u in fp4kit.units()][:3]
         ['sm100', 'sm90', 'sm89']
         >>> [u.id for u in fp4kit.units() if not u.checked.startswith("no")]
-        ['sm90']
+        ['sm90', 'mlx-cpu', 'ggml-avx2', 'ggml-avx2-repacked']
         >>> fp4kit.unit("sm80").checked
         'no; compared only with MMA-Sim, whose authors tested their model on this hardware'
     """

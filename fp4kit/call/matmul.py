@@ -15,10 +15,11 @@ import numpy as np
 from fp4kit import formats
 from fp4kit.arrays.imports import check_one_device, cupy, import_arrays, import_to_host, is_array, making_current
 from fp4kit.arrays.returns import library_of, numpy_dtype
-from fp4kit.formats import FLOATS, ElementFormat
+from fp4kit.formats import E8M0, FLOATS, MXFP4, MXFP8_E4M3, NVFP4, BlockFormat, ElementFormat
 from fp4kit.quantized.container import Quantized
 from fp4kit.recipes import Recipe
-from fp4kit.units import DotAdd, FloorDotAdd, Unit, unit_of
+from fp4kit.reference.dequantize import gguf_scales
+from fp4kit.units import ENGINE_ORDERS, ORDERS, DotAdd, FloorDotAdd, Unit, unit_of
 
 _ARRAY_ELEMENTS = {  # dtypes of plain operands, by name -> the name of the element format
     "float16": "float16",
@@ -29,19 +30,28 @@ _ARRAY_ELEMENTS = {  # dtypes of plain operands, by name -> the name of the elem
     "float8_e5m2fnuz": "E5M2FNUZ",
 }
 # How engines add the products of a step; the enum Adder of cuda/kernels/rules/matmul_terms.cuh says what each does.
-ADDERS = ("truncate", "truncate_groups", "floor", "exact", "float64", "float32_blocks", "float32")
-_OF_ORDER = {"exact": "exact", "float64": "float64", "float32-blocks": "float32_blocks", "dequantized": "float32"}
+ADDERS = (
+    *("truncate", "truncate_groups", "floor", "exact", "float64", "float32_blocks", "float32"),
+    *("mlx_cpu", "ggml_avx2", "ggml_avx2_repacked"),
+)
+_OF_ORDER = {order: order.replace("-", "_") for order in ORDERS} | {"dequantized": "float32"}
 MAX_BLOCK = 512  # elements per block of the unit "float32-blocks"
 _FP8, _FNUZ, _FP6_FP4 = {"E4M3", "E5M2"}, {"E4M3FNUZ", "E5M2FNUZ"}, {"E2M3", "E3M2", "E2M1"}
 _NEEDS = "needs a Quantized, or an array of " + ", ".join(_ARRAY_ELEMENTS)
+# {order of an engine: (dtypes of A, formats of B)}
+_ENGINES: dict[str, tuple[tuple[str, ...], tuple[BlockFormat, ...]]] = {
+    "mlx-cpu": (("float32", "float16", "bfloat16"), (NVFP4, MXFP4, MXFP8_E4M3)),
+    "ggml-avx2": (("float32",), (MXFP4, NVFP4)),
+    "ggml-avx2-repacked": (("float32",), (MXFP4,)),
+}
 
 
 class Operand(NamedTuple):
     """One operand of a matrix product in the form that engines need: rows of codes along K, contiguous.
 
     Attributes:
-        codes: uint8 (batch, rows, K), or (batch, rows, K/2) for E2M1, whose codes are packed two per byte. For float16
-            and bfloat16, uint16 (batch, rows, K), the bits of the numbers.
+        codes: uint8 (batch, rows, K), or (batch, rows, K/2) for E2M1, whose codes are packed two per byte. For float32,
+            float16 and bfloat16, the bits of the numbers, uint32 or uint16 (batch, rows, K).
         element: the name of the element format: "E2M1", "E4M3", "bfloat16", ...
         scales: the bits of the block scales in the linear layout, uint8 (batch, rows, K / block), contiguous like the
             codes; None without block scales.
@@ -161,7 +171,12 @@ class Decoding(NamedTuple):
 
 @lru_cache
 def decoding_of(element: str) -> Decoding:
-    """Return the Decoding of the element format with the name `element`, such as "E2M1" or "bfloat16"."""
+    """Return the Decoding of the element format with the name `element`, such as "E2M1" or "bfloat16".
+
+    For float32, which has too many codes for a table, `values` is empty.
+    """
+    if element == "float32":
+        return Decoding(np.empty(0), -126)
     if element not in _ARRAY_ELEMENTS.values():
         found: ElementFormat = getattr(formats, element)
         return Decoding(found.values.astype(np.float64), found.emin)
@@ -173,9 +188,19 @@ def decoding_of(element: str) -> Decoding:
 
 
 @lru_cache
-def scale_decoding_of(scale: ElementFormat) -> Decoding:
-    """Return the Decoding of a format of block scales, such as E4M3."""
-    return Decoding(np.abs(scale.values.astype(np.float64)), scale.emin)
+def scale_decoding_of(scale: ElementFormat, order: str | None = None) -> Decoding:
+    """Return the Decoding of a format of block scales, such as E4M3, for a unit of this order.
+
+    MLX keeps the sign of E4M3, and reads code 255 of E8M0 as infinity. llama.cpp halves scales, because its elements
+    are twice those of E2M1; its scales have no NaN.
+    """
+    values, codes = scale.values.astype(np.float64), np.arange(256)
+    if order == "mlx-cpu":
+        return Decoding(np.where(codes == 255, np.inf, values) if scale == E8M0 else values, scale.emin)
+    if order in ENGINE_ORDERS:
+        found = np.ldexp(1.0, codes - 127) if scale == E8M0 else gguf_scales(codes.astype(np.uint8))
+        return Decoding(found.astype(np.float64) / 2, scale.emin)
+    return Decoding(np.abs(values), scale.emin)
 
 
 def matmul_call(a: Any, b: Any, unit: Any, out_dtype: Any, alpha: Any, c: Any) -> tuple[MatmulCall, tuple[int, ...]]:
@@ -187,7 +212,7 @@ def matmul_call(a: Any, b: Any, unit: Any, out_dtype: Any, alpha: Any, c: Any) -
     arrays = {"a": getattr(a, "packed", a), "b": getattr(b, "packed", b)} | ({} if c is None else {"c": c})
     if {type(array) for array in arrays.values()} != {np.ndarray}:
         check_one_device(op, **arrays)
-    call = _product(op, operand(op, "a", a), operand(op, "b", b), u, dtype, alpha)
+    call = _product(op, operand(op, "a", a, u), operand(op, "b", b, u), u, dtype, alpha)
     (*lead, M), (*lead_b, N) = (x.codes.shape[:-1] for x in (call.a, call.b))
     if lead and lead_b and lead != lead_b:
         raise ValueError(
@@ -197,7 +222,7 @@ def matmul_call(a: Any, b: Any, unit: Any, out_dtype: Any, alpha: Any, c: Any) -
     # A stack times one matrix is a product with more rows.
     left = call.a.reshaped(prod(lead), M) if lead_b and lead else call.a.reshaped(1, prod(lead) * M)
     call, shape = call._replace(a=left, b=call.b.reshaped(prod(lead_b), N)), (*(lead or lead_b), M, N)
-    return call if c is None else call._replace(c=first_sums(op, "c", c, shape).reshape(call.shape)), shape
+    return call if c is None else call._replace(c=first_sums(op, "c", c, shape, u).reshape(call.shape)), shape
 
 
 def output_dtype(op: str, out_dtype: Any) -> np.dtype:
@@ -216,6 +241,8 @@ def _product(op: str, a: Operand, b: Operand, u: Unit, dtype: np.dtype, alpha: A
             f" array and the quantized axis of a Quantized, so {b.name} is (..., N, K)"
         )
     step = step_of(op, u, a, b)
+    if u.order in ENGINE_ORDERS:
+        _check_engine(op, u, a, b, alpha)
     if alpha is not None:
         try:
             number = np.float32(float(alpha))
@@ -225,13 +252,32 @@ def _product(op: str, a: Operand, b: Operand, u: Unit, dtype: np.dtype, alpha: A
     return MatmulCall(a, b, None, u, step, dtype, None, not isinstance(a.codes, np.ndarray))
 
 
+def _check_engine(op: str, u: Unit, a: Operand, b: Operand, alpha: Any) -> None:
+    """Raise ValueError unless the engine of a unit can have operands of these sizes, and the tensor scale of b."""
+    rows = b.codes.shape[-2]
+    if u.order == "ggml-avx2-repacked" and rows % 8:
+        raise ValueError(
+            f"{op}: {b.name} has {rows} rows; {u.id} needs a multiple of 8, because llama.cpp repacks no other weight;"
+            " use unit='ggml-avx2'"
+        )
+    if u.order == "ggml-avx2" and a.k % (4 * b.block if b.block == 16 else 1):
+        raise ValueError(f"{op}: {a.name} has length {a.k} along K; NVFP4 in llama.cpp needs a multiple of 64")
+    if u.order == "mlx-cpu" and b.factor is not None and alpha is None:
+        raise ValueError(
+            f"{op}: {b.name} has a tensor scale, which mx.quantized_matmul does not take; pass alpha, a number by which"
+            " the sums are multiplied, such as 1"
+        )
+
+
 def _library(a: Any) -> Any:
     """Return the module whose functions take the array `a`: numpy for a NumPy array, cupy for a CuPy array."""
     return np if isinstance(a, np.ndarray) else sys.modules["cupy"]
 
 
-def first_sums(op: str, name: str, c: Any, shape: tuple[int, ...]) -> Any:
+def first_sums(op: str, name: str, c: Any, shape: tuple[int, ...], u: Unit) -> Any:
     """Return c, the array whose values the sums begin with, as a contiguous float32 NumPy or CuPy array."""
+    if u.order in ENGINE_ORDERS:
+        raise ValueError(f"{op}: {name} is given; needs None for {u.id}, whose sums begin with zero")
     (c,) = import_arrays(op, **{name: c})
     if c.dtype not in FLOATS:
         raise TypeError(f"{op}: {name} is {c.dtype}; needs float32, float16 or bfloat16")
@@ -248,12 +294,13 @@ def empty_result(shape: tuple[int, ...], dtype: np.dtype, like: Any) -> Any:
         return cupy().empty(shape, dtype)
 
 
-def operand(op: str, name: str, x: Any) -> Operand:
+def operand(op: str, name: str, x: Any, u: Unit) -> Operand:
     """Return an argument of matmul as an Operand."""
     if isinstance(x, Quantized):
         return quantized_operand(op, name, x.imported(op))
     kind = str(getattr(x, "dtype", "")).removeprefix("torch.")
-    if kind not in _ARRAY_ELEMENTS:
+    is_float32 = kind == "float32" and u.order in ENGINE_ORDERS
+    if kind not in _ARRAY_ELEMENTS and not is_float32:
         got = kind or f"a {type(x).__name__}"
         hint = "; quantize it, or round it to bfloat16" if kind in ("float32", "float64") else ""
         raise TypeError(f"{op}: {name} is {got}; {_NEEDS}{hint}")
@@ -264,7 +311,7 @@ def operand(op: str, name: str, x: Any) -> Operand:
     if x.ndim < 2:
         raise ValueError(f"{op}: {name} is {x.ndim}-d; needs (..., rows, K)")
     codes = _library(x).ascontiguousarray(x).view(f"u{x.dtype.itemsize}")
-    return Operand(codes, _ARRAY_ELEMENTS[kind], None, None, 1, None, x.shape[-1], name)
+    return Operand(codes, _ARRAY_ELEMENTS.get(kind, kind), None, None, 1, None, x.shape[-1], name)
 
 
 def check_axis(op: str, name: str, q: Quantized) -> None:
@@ -321,6 +368,12 @@ def step_of(op: str, u: Unit, a: Operand, b: Operand) -> DotAdd | FloorDotAdd | 
             f"{given}; float32-blocks needs E2M1 elements with block scales of equal blocks in both, of 16 elements or"
             f" a multiple up to {MAX_BLOCK}"
         )
+    if u.order in ENGINE_ORDERS:
+        dtypes, blocks = _ENGINES[u.order]
+        takes_b = (b.element, b.scale, b.block) in [(f.element.name, f.scale, f.block_size) for f in blocks]
+        if a.element not in dtypes or not takes_b:
+            right = " or ".join(f"{f.name} ({f.element} with {f.scale} scales of {f.block_size})" for f in blocks)
+            raise ValueError(f"{given}; {u.id} needs an array of {' or '.join(dtypes)} as a, and {right} as b")
     if u.order:
         return None
     kind = _kind(u, a, b)
@@ -365,14 +418,14 @@ def is_single(x: Any) -> bool:
 
 def list_call(a: Sequence[Any], b: Any, u: Unit, out_dtype: Any, alpha: Any, c: Any) -> list[MatmulCall]:
     """Return the calls of matmul_grouped for a sequence `a`: one per product, without result arrays."""
-    lefts, rights = _matrices("a", a), _matrices("b", b)
+    lefts, rights = _matrices("a", a, u), _matrices("b", b, u)
     if len(lefts) != len(rights):
         raise ValueError(f"{GROUPED}: a has {len(lefts)} matrices and b {len(rights)}; needs equally many")
     calls = _products(lefts, rights, u, output_dtype(GROUPED, out_dtype), alpha)
     for i, (call, first) in enumerate(zip(calls, _per_product("c", c, len(calls)), strict=True)):
         if first is not None:
             check_one_device(GROUPED, **{call.a.name: call.a.codes, f"c[{i}]": first})
-            calls[i] = call._replace(c=first_sums(GROUPED, f"c[{i}]", first, call.shape[1:])[None])
+            calls[i] = call._replace(c=first_sums(GROUPED, f"c[{i}]", first, call.shape[1:], u)[None])
     return calls
 
 
@@ -380,7 +433,7 @@ def rows_call(
     a: Any, b: Any, m_indptr: Any, u: Unit, out_dtype: Any, alpha: Any, c: Any
 ) -> tuple[list[MatmulCall], Any]:
     """Return the calls of matmul_grouped for one matrix `a` and m_indptr, and the result array (rows, N)."""
-    (left,), rights = _matrices("a", [a], ""), _matrices("b", b)
+    (left,), rights = _matrices("a", [a], u, ""), _matrices("b", b, u)
     check_one_device(GROUPED, a=left.codes, c=c)
     rows, dtype = left.codes.shape[1], output_dtype(GROUPED, out_dtype)
     if not rights:
@@ -389,7 +442,7 @@ def rows_call(
     widths = sorted({right.codes.shape[1] for right in rights})
     if len(widths) > 1:
         raise ValueError(f"{GROUPED}: b has matrices of {widths} rows; needs equal numbers of rows with m_indptr")
-    first = None if c is None else first_sums(GROUPED, "c", c, (rows, widths[0]))
+    first = None if c is None else first_sums(GROUPED, "c", c, (rows, widths[0]), u)
     calls = _products([left.rows(*cut) for cut in cuts], rights, u, dtype, alpha)
     out = empty_result((rows, widths[0]), dtype, left.codes)
     for i, (start, stop) in enumerate(cuts):
@@ -398,10 +451,10 @@ def rows_call(
     return calls, out
 
 
-def _matrices(name: str, xs: Any, index: str = "[{}]") -> list[Operand]:
+def _matrices(name: str, xs: Any, u: Unit, index: str = "[{}]") -> list[Operand]:
     """Return the matrices of a sequence of operands, or of one stack of matrices."""
     if is_single(xs):
-        stack = operand(GROUPED, name, xs)
+        stack = operand(GROUPED, name, xs, u)
         if stack.codes.ndim != 3:
             raise ValueError(
                 f"{GROUPED}: {name} is one {stack.codes.ndim}-d array; needs a sequence of matrices, or a stack of them"
@@ -409,7 +462,7 @@ def _matrices(name: str, xs: Any, index: str = "[{}]") -> list[Operand]:
         count, N, _ = stack.codes.shape
         whole = stack.reshaped(1, count * N)
         return [whole.rows(i * N, (i + 1) * N)._replace(name=f"{name}[{i}]") for i in range(count)]
-    found = [operand(GROUPED, name + index.format(i), x) for i, x in enumerate(xs)]
+    found = [operand(GROUPED, name + index.format(i), x, u) for i, x in enumerate(xs)]
     for x in found:
         if x.codes.ndim != 2:
             raise ValueError(f"{GROUPED}: {x.name} is {x.codes.ndim}-d; needs a matrix")

@@ -309,19 +309,24 @@ def _run(parts: list[library.ProductCall], terms: int) -> None:
     functions().fp4kit_matmul((library.ProductCall * len(parts))(*parts), len(parts), threads_for(terms))
 
 
+_INPUTS = {str(dtype): number for dtype, number in codec.INPUTS.items()}
+
+
 def _parts(call: MatmulCall, out: np.ndarray) -> Iterator[library.ProductCall]:
     """Yield the parts of a call, which together compute its result."""
     adder, *fields = addition_of(call)
     part = library.ProductCall(length=call.a.k, output=codec.INPUTS[call.out_dtype], adder=ADDERS.index(adder))
     for name, value in zip(Addition._fields[1:], fields, strict=True):
         setattr(part, name, value)
+    if call.a.element in _INPUTS:
+        part.input = _INPUTS[call.a.element]
     batch, M, N = call.shape
     rows = max(TERMS_PER_CALL // max(N * call.a.k, 1), 1)
     for i in range(batch):
-        part.b, part.columns = _operand(call.b, i, 0), N
+        part.b, part.columns = _operand(call.b, i, 0, call.unit.order), N
         for start in range(0, M, rows):
             target = out[i, start : start + rows]
-            part.a, part.rows = _operand(call.a, i, start), len(target)
+            part.a, part.rows = _operand(call.a, i, start, call.unit.order), len(target)
             part.c = None if call.c is None else address(call.c[i, start:])
             part.out = address(target)
             yield library.ProductCall.from_buffer_copy(part)
@@ -329,14 +334,14 @@ def _parts(call: MatmulCall, out: np.ndarray) -> Iterator[library.ProductCall]:
 
 @lru_cache
 @np.errstate(all="ignore")
-def _tables(decode: Callable[[Any], Decoding], form: str | ElementFormat) -> tuple[np.ndarray, np.ndarray]:
+def _tables(decode: Callable[..., Decoding], *form: Any) -> tuple[np.ndarray, np.ndarray]:
     """Return two float64 arrays with one entry per code of a format: its value, and 2^exponent of the value."""
-    decoding = decode(form)
+    decoding = decode(*form)
     return decoding.values, np.ldexp(1.0, as_terms(*decoding).exponent)
 
 
-def _operand(x: Operand, i: int, start: int) -> library.ProductOperand:
-    """Return matrix i of an operand from row `start` on, in the form that the library takes."""
+def _operand(x: Operand, i: int, start: int, order: str | None) -> library.ProductOperand:
+    """Return matrix i of an operand from row `start` on, in the form that the library takes. order: of the unit."""
     i = min(i, x.codes.shape[0] - 1)
     values, powers = _tables(decoding_of, x.element)
     operand = library.ProductOperand(
@@ -348,7 +353,7 @@ def _operand(x: Operand, i: int, start: int) -> library.ProductOperand:
         block=x.block,
     )
     if x.scales is not None and x.scale is not None:
-        operand.scale_values, operand.scale_powers = map(address, _tables(scale_decoding_of, x.scale))
+        operand.scale_values, operand.scale_powers = map(address, _tables(scale_decoding_of, x.scale, order))
         operand.scales, operand.scales_step = address(x.scales[i, start:]), x.scales.strides[1]
     if x.factor is not None:
         operand.factors, operand.factors_step = address(x.factor[i, start:]), x.factor.strides[1] // 4

@@ -16,7 +16,7 @@ from fp4kit.call.parse import Declined
 from fp4kit.cuda.compiler import Trait
 from fp4kit.cuda.launch import CACHE_SIZE, Launch, address, function_of, grid
 from fp4kit.reference.matmul import LEAST_EXPONENT
-from fp4kit.units import DotAdd
+from fp4kit.units import ENGINE_ORDERS, DotAdd
 
 # A thread block computes a square of TILE x TILE results at a time in matmul.cu, LARGE_TILE in the other two kernels.
 TILE, LARGE_TILE = 32, 64
@@ -158,6 +158,8 @@ def multiply(calls: list[MatmulCall], outs: list[Any]) -> None:
 def matmul(calls: list[MatmulCall]) -> list[Any]:
     """Return one result per call: call.out if it is given, otherwise a new array (batch, M, N) of call.out_dtype."""
     for call in calls:
+        if call.unit.order in ENGINE_ORDERS:
+            raise Declined(f"{call.unit.id} adds as a program on a CPU does; move both operands to the host")
         _check_blocks(call)
     with imports.making_current(calls[0].a.codes.device.id):
         outs = [imports.cupy().empty(call.shape, call.out_dtype) if call.out is None else call.out for call in calls]

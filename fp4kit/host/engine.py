@@ -373,28 +373,30 @@ def _matmul(call: MatmulCall) -> np.ndarray:
     multiple = call.step.k if call.step else call.a.block
     rows = max(TERMS_AT_ONCE // max(N * multiple, 1), 1)
     for i in range(batch):
-        b, factor_b = _rows(call.b, i, slice(None), multiple)
+        b, factor_b = _rows(call.b, i, slice(None), multiple, call.unit.order)
         for start in range(0, M, rows):
             cut = slice(start, start + rows)
-            a, factor_a = _rows(call.a, i, cut, multiple)
+            a, factor_a = _rows(call.a, i, cut, multiple, call.unit.order)
             c = np.zeros(out[i, cut].shape, np.float32) if call.c is None else call.c[i, cut]
             total = sums(a, b, c, call.unit, call.step)
             out[i, cut] = rounded(scaled(total, factor_a, factor_b), call.out_dtype)
     return out
 
 
-def _rows(x: Operand, i: int, rows: slice, multiple: int) -> tuple[Factor, np.ndarray | None]:
+def _rows(x: Operand, i: int, rows: slice, multiple: int, order: str | None) -> tuple[Factor, np.ndarray | None]:
     """Return (factor, scales): some decoded rows of matrix i of an operand, and the tensor scales of these rows."""
     i = min(i, x.codes.shape[0] - 1)  # an operand with batch 1 belongs to all matrices
     codes, decoding = x.codes[i, rows], decoding_of(x.element)
     codes = unpack(codes) if x.element == "E2M1" else codes
     missing = -x.k % multiple
-    elements = as_terms(decoding.values[np.pad(codes, ((0, 0), (0, missing)))], decoding.least)
+    codes = np.pad(codes, ((0, 0), (0, missing)))
+    values = codes.view(np.float32).astype(np.float64) if x.element == "float32" else decoding.values[codes]
+    elements = as_terms(values, decoding.least)
     scales = None
     if x.scales is not None and x.scale is not None:
-        values, least = scale_decoding_of(x.scale)
+        values, least = scale_decoding_of(x.scale, order)
         scales = as_terms(values[np.pad(x.scales[i, rows], ((0, 0), (0, missing // x.block)))], least)
-    return Factor(elements, scales, x.block), None if x.factor is None else x.factor[i, rows]
+    return Factor(elements, scales, x.block, x.element), None if x.factor is None else x.factor[i, rows]
 
 
 # ---- rotations ----

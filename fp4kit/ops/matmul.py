@@ -167,7 +167,7 @@ def _by_panels(a: Any, b: Any, u: Unit, out_dtype: Any, alpha: float | None, c: 
     shape = (*first.shape[:-2], left.count, right.count)
     if c is not None:
         check_one_device("matmul", a=first_array(a), c=c)
-        c = first_sums("matmul", "c", c, shape)
+        c = first_sums("matmul", "c", c, shape, u)
     out = empty_result(shape, first.dtype, first)
     for rows in left.panels():
         panel = prepared("matmul", "a", left.cut(rows), u)

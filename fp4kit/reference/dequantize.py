@@ -42,10 +42,10 @@ def _unbounded(v: Array, s: Array) -> Array:
     return np.ldexp(v, s.astype(np.int32)[..., None] - 127)
 
 
-def _gguf(s: Array) -> Array:
+def gguf_scales(s: Array) -> Array:
     """Return E4M3 scales without their sign bit, except that 7F gives 0 and FF gives 480."""
     usual = decode(s & np.uint8(0x7F), E4M3)
-    return np.where(s == 0xFF, ALL_ONES, np.where(s == 0x7F, np.float32(0), usual))[..., None]
+    return np.where(s == 0xFF, ALL_ONES, np.where(s == 0x7F, np.float32(0), usual))
 
 
 def _mlx_0322(s: Array) -> Array:
@@ -123,7 +123,7 @@ DECODE_RULES: dict[str, Callable[..., Array]] = {
     # Source: transformers convert_moe_packed_tensors
     "e8m0_unbounded": lambda v, s, t, r: _unbounded(v, s),
     # Source: llama.cpp, NVFP4; then dequantize_row_mxfp4
-    "gguf": lambda v, s, t, r: _unsigned_zero(v) * (_gguf(s) * t.decode),
+    "gguf": lambda v, s, t, r: _unsigned_zero(v) * (gguf_scales(s)[..., None] * t.decode),
     "e8m0_gguf": lambda v, s, t, r: _unbounded(_unsigned_zero(v), s),
     # With scale code 255, zeros decode to NaN. Source: Model-Optimizer MXFP4QTensor and MXFP8QTensor
     "e8m0_infinite": lambda v, s, t, r: v * _e8m0(s, np.inf),

@@ -9,12 +9,14 @@ their model on each architecture.
 
 from __future__ import annotations
 
+from functools import reduce
 from math import fsum
 from typing import NamedTuple
 
+import ml_dtypes
 import numpy as np
 
-from fp4kit.reference.arith import Array, Dtype, fma
+from fp4kit.reference.arith import ONE, ZERO, Array, Dtype, fma, round_to
 from fp4kit.units import DotAdd, FloorDotAdd, Unit
 
 LEAST_EXPONENT = -126  # the exponent of the smallest normal float32
@@ -40,11 +42,13 @@ class Factor(NamedTuple):
         elements: the elements as Terms, (rows, K).
         scales: the block scales as Terms, (rows, K / block); None if the operand has no block scales.
         block: the number of elements that share a block scale.
+        element: the name of the element format, such as "E2M1" or "bfloat16".
     """
 
     elements: Terms
     scales: Terms | None
     block: int
+    element: str = ""
 
     def values(self) -> Array:
         """Return the exact products of elements and their block scales, as a float64 array of shape (rows, K)."""
@@ -178,9 +182,9 @@ def _cut(f: Factor, start: int, stop: int) -> Factor:
     # start must be a multiple of the block length.
     elements = Terms(*(part[:, start:stop] for part in f.elements))
     if f.scales is None:
-        return Factor(elements, None, f.block)
+        return f._replace(elements=elements)
     scales = Terms(*(part[:, start // f.block : -(-stop // f.block)] for part in f.scales))
-    return Factor(elements, scales, f.block)
+    return f._replace(elements=elements, scales=scales)
 
 
 def chain(a: Factor, b: Factor, c: Array, step: DotAdd | FloorDotAdd) -> Array:
@@ -290,7 +294,126 @@ def low_rank_product(b: Array, a: Array) -> Array:
     return total
 
 
-_ORDERS = {"exact": sum_exact, "float64": sum_float64, "float32-blocks": sum_float32_blocks, "dequantized": sum_float32}
+# ---- the CPU products of MLX and llama.cpp: a is an array, c is zeros ----
+
+
+def _engine_parts(a: Factor, b: Factor) -> tuple[Array, Array, Array]:
+    """Return (elements of a, elements of b, block scales of b), float32."""
+    assert b.scales is not None
+    x, y, scales = (np.ldexp(*terms).astype(np.float32) for terms in (a.elements, b.elements, b.scales))
+    return x, y, scales
+
+
+def sum_mlx_cpu(a: Factor, b: Factor, c: Array) -> Array:
+    """Return A B^T as mx.quantized_matmul computes it on an x86-64 CPU: float32 (M, N) that the dtype of A holds.
+
+    T rounds to the dtype of A, after every operation. The groups of B, which share a block scale, ascend:
+
+        group = T(group + T(a_k * T(b_k)))         for each k of the group, from 0
+        sum = T(sum + T(T(scale) * group))         for each group, from 0
+
+    Source: MLX 0.32.4 backend/cpu/quantized.cpp.
+    """
+    dtype = np.dtype(getattr(ml_dtypes, a.element, a.element))
+    x, y, scales = _engine_parts(a, b)
+    scales = round_to(scales, dtype)
+    for i in range(scales.shape[-1]):
+        group = np.zeros_like(c)
+        for k in range(i * b.block, (i + 1) * b.block):
+            group = round_to(group + round_to(x[:, k, None] * y[:, k], dtype), dtype)
+        c = round_to(c + round_to(scales[:, i] * group, dtype), dtype)
+    return c
+
+
+def _maxps(a: Array, b: Array) -> Array:
+    """Return the larger of a and b, or b if one of them is NaN, as the instruction maxps does."""
+    return np.where(a > b, a, b)
+
+
+def quantize_q8_0(x: Array) -> tuple[Array, Array]:
+    """Quantize rows to Q8_0, as llama.cpp does on AVX2. Return (codes, d): float32 (M, K) and (M, K / 32).
+
+    Each block of 32 elements with the amax m has a scale d, which float16 holds:
+
+        d = float16(m / 127),  code = rint(x * (127 / m)), or 0 if m is 0
+
+    Codes lie in -128 to 127. As the instruction cvtps2dq gives, NaN and products from 2^31 on become -128. The amax is
+    NaN or leaves NaN out by its position, as maxps does. Source: ggml-cpu/arch/x86/quants.c quantize_row_q8_0.
+    """
+    blocks = x.reshape(len(x), x.shape[1] // 32, 32)
+    amax = reduce(_maxps, np.moveaxis(np.abs(blocks).reshape(*blocks.shape[:2], 4, 8), 2, 0))
+    amax = _maxps(amax[..., 4:], amax[..., :4])
+    amax = _maxps(amax[..., :2], amax[..., 2:])
+    amax = _maxps(amax[..., :1], amax[..., 1:])
+    inverse = np.where(amax == 0, ZERO, np.float32(127) / np.where(amax == 0, ONE, amax))
+    scaled = np.rint(blocks * inverse)
+    codes = np.where(np.abs(scaled) < 2.0**31, np.clip(scaled, -128, 127), np.float32(-128))
+    d = (amax[..., 0] / np.float32(127)).astype(np.float16).astype(np.float32)
+    return codes.reshape(x.shape), d
+
+
+def _ggml_parts(a: Factor, b: Factor) -> tuple[Array, Array, Array, Array]:
+    """Return Q8_0 of a (codes, d), twice the elements of b, which are then integers, and the halved scales of b."""
+    x, y, scales = _engine_parts(a, b)
+    return *quantize_q8_0(x), y * 2, scales
+
+
+def _add_block(x: Array, d: Array, y: Array, scales: Array, i: int, total: Array) -> Array:
+    """Add block i of 32 products, whose sum is an exact integer, to `total` by a fused multiply-add."""
+    part = slice(32 * i, 32 * i + 32)
+    return fma(x[:, part] @ y[:, part].T + ZERO, d[:, i, None] * scales[:, i], total)  # an integer has no -0
+
+
+def sum_ggml_avx2(a: Factor, b: Factor, c: Array) -> Array:
+    """Return A B^T as ggml_vec_dot_mxfp4_q8_0 and ggml_vec_dot_nvfp4_q8_0 of llama.cpp compute it on AVX2.
+
+    A is quantized to Q8_0, block by block of 32. Lane j of 8 holds the integer sum of products 4j to 4j + 3 of a block,
+    and is added to an accumulator by a fused multiply-add:
+
+        acc[j] = fma(sum, d * scale, acc[j])
+
+    - MXFP4: even blocks have one set of accumulators, odd ones another; both are added at the end. If the number of
+      blocks is odd, the integer sum of the whole last block is added to the result, also by fma.
+    - NVFP4: one set. Lanes 0 to 3 have the block scale of the first 16 elements, lanes 4 to 7 that of the others.
+
+    The lanes are added as ((0 + 4) + (2 + 6)) + ((1 + 5) + (3 + 7)). In the lanes, a code -128, which stands for NaN or
+    infinity, multiplies the magnitude of its element, because psignb cannot negate it.
+    """
+    x, d, y, scales = _ggml_parts(a, b)
+    wrapped = np.where(x == -128, x, ZERO)
+    count, is_mx = d.shape[-1], b.block == 32
+    acc = np.zeros((1 + is_mx, 8, *c.shape), np.float32)
+    paired = count - count % 2 if is_mx else count
+    for i, j in np.ndindex(paired, 8):
+        part, scale = slice(32 * i + 4 * j, 32 * i + 4 * j + 4), scales[:, i if is_mx else 2 * i + j // 4]
+        total = (x - wrapped)[:, part] @ y[:, part].T + wrapped[:, part] @ np.abs(y[:, part]).T + ZERO
+        acc[i % len(acc), j] = fma(total, d[:, i, None] * scale, acc[i % len(acc), j])
+    lanes = acc[0] + acc[1] if is_mx else acc[0]
+    lanes = lanes[4:] + lanes[:4]
+    total = (lanes[0] + lanes[2]) + (lanes[1] + lanes[3])
+    return total if paired == count else _add_block(x, d, y, scales, count - 1, total)
+
+
+def sum_ggml_avx2_repacked(a: Factor, b: Factor, c: Array) -> Array:
+    """Return A B^T as llama.cpp computes it for MXFP4 weights that were repacked for AVX2 (mxfp4_8x8).
+
+    A is quantized to Q8_0. Blocks ascend, and the exact sum of the products of a block is added by a fused
+    multiply-add: acc = fma(sum, d * scale, acc). Source: ggml-cpu/arch/x86/repack.cpp ggml_gemm_mxfp4_8x8_q8_0, and
+    ggml_gemv_mxfp4_8x8_q8_0 for single rows.
+    """
+    x, d, y, scales = _ggml_parts(a, b)
+    return reduce(lambda total, i: _add_block(x, d, y, scales, i, total), range(d.shape[-1]), c)
+
+
+_ORDERS = {
+    "exact": sum_exact,
+    "float64": sum_float64,
+    "float32-blocks": sum_float32_blocks,
+    "dequantized": sum_float32,
+    "mlx-cpu": sum_mlx_cpu,
+    "ggml-avx2": sum_ggml_avx2,
+    "ggml-avx2-repacked": sum_ggml_avx2_repacked,
+}
 
 
 def sums(a: Factor, b: Factor, c: Array, unit: Unit, step: DotAdd | FloorDotAdd | None) -> Array:

@@ -315,6 +315,10 @@ FP4KIT_EXPORT void fp4kit_low_rank(const float* b, const float* a, float* out, i
 FP4KIT_EXPORT void fp4kit_matmul(const ProductCall* calls, i64 count, i32 threads) {
   ProductTasks tasks;
   for (i64 i = 0; i < count; ++i) {
+    if (is_engine(calls[i])) {
+      tasks.add<EngineTask>(calls[i]);
+      continue;
+    }
 #if FP4KIT_HAS_AVX512
     if (uses_vnni(calls[i])) {
       tasks.add<VnniTask>(calls[i]);

@@ -35,7 +35,7 @@ struct ProductOperand {
   i64 codes_step;              // the number of bytes from one row of codes to the next
   i64 scales_step;             // the number of bytes from one row of scales to the next
   i64 factors_step;            // 1 if every row has a factor of its own; 0 if all rows share one
-  i32 code_bits;               // the number of bits per code: 4, 8 or 16
+  i32 code_bits;               // the number of bits per code: 4, 8, 16 or, for float32, 32 (`values` is then not read)
   i32 block;                   // the number of elements per block scale
 };
 
@@ -58,6 +58,7 @@ struct ProductCall {
   // far below the largest.
   i32 zero_exponent, sums, c_vanishes;
   i32 output;  // the dtype of `out`, as an index of with_input_type
+  i32 input;   // the dtype of A in the same way, for the adder mlx_cpu only
 };
 
 namespace {
@@ -241,7 +242,8 @@ struct Adders {
   }
 
   // Add the products of one step of a and b, starting at decoded element i, to the sums c, by the adder of the call
-  // (call.adder). Do nothing for Adder::exact, whose sums ProductTask::add_exact computes.
+  // (call.adder). Do nothing for Adder::exact, whose sums ProductTask::add_exact computes, and for the adders of
+  // EngineTask.
   void add(const Row& a, const Columns& b, i64 i, double* c) const {
     switch (call.adder) {
       case Adder::truncate:
@@ -256,7 +258,7 @@ struct Adders {
         return add_float32(a, b, i, c);
       case Adder::float32_blocks:
         return add_float32_blocks(a, b, i, c);
-      case Adder::exact:
+      default:
         return;
     }
   }
@@ -389,6 +391,133 @@ struct ProductTask {
         put(row, column, x);
       }
     }
+  }
+};
+
+// ---- products of engines on a CPU ----
+
+// Return whether EngineTask computes a call.
+bool is_engine(const ProductCall& call) {
+  return call.adder >= Adder::mlx_cpu;
+}
+
+// The tasks of a call whose sums MLX or llama.cpp defines (sum_mlx_cpu, sum_ggml_avx2 and sum_ggml_avx2_repacked of the
+// specification). A task computes one panel of columns for some rows; its decoded columns cover all of K.
+struct EngineTask {
+  static constexpr i64 kLanes = kProductLanes, kAtOnce = 4;  // kAtOnce: rows whose sums are computed at once, for speed
+  const ProductCall& call;
+
+  i64 panels() const { return (call.columns + kLanes - 1) / kLanes; }
+  i64 count() const { return panels() * ((call.rows + kProductRows - 1) / kProductRows); }
+
+  // Return element k of the row of codes that begins at `codes`.
+  static float element(const ProductOperand& x, const u8* codes, i64 k) {
+    if (x.code_bits == 32) return reinterpret_cast<const float*>(codes)[k];
+    return static_cast<float>(x.values[Row::code_at(x, codes, k)]);
+  }
+
+  // Compute the tile of D that belongs to task `index`, and store it in call.out.
+  void run(i64 index) const {
+    const i64 first = index % panels() * kLanes, columns = std::min(kLanes, call.columns - first);
+    const i64 first_row = index / panels() * kProductRows, rows = std::min(kProductRows, call.rows - first_row);
+    const i64 blocks = call.length / call.b.block;
+    std::vector<float> b(call.length * kLanes), scales(blocks * kLanes), a(kAtOnce * call.length);
+    const float times = call.adder == Adder::mlx_cpu ? 1 : 2;  // llama.cpp doubles E2M1; Python has halved the scales
+    for (i64 lane = 0; lane < columns; ++lane) {
+      const u8* codes = static_cast<const u8*>(call.b.codes) + (first + lane) * call.b.codes_step;
+      const u8* scale_codes = call.b.scales + (first + lane) * call.b.scales_step;
+      for (i64 k = 0; k < call.length; ++k) b[k * kLanes + lane] = element(call.b, codes, k) * times;
+      for (i64 i = 0; i < blocks; ++i)
+        scales[i * kLanes + lane] = static_cast<float>(call.b.scale_values[scale_codes[i]]);
+    }
+    std::vector<float> d(kAtOnce * (call.length / 32 + 1));
+    for (i64 row = first_row; row < first_row + rows; row += kAtOnce) {
+      const i64 used = std::min(kAtOnce, first_row + rows - row);
+      for (i64 r = 0; r < used; ++r) {
+        const u8* codes = static_cast<const u8*>(call.a.codes) + (row + r) * call.a.codes_step;
+        for (i64 k = 0; k < call.length; ++k) a[r * call.length + k] = element(call.a, codes, k);
+        if (times == 2) quantize_q8_0(&a[r * call.length], &d[r * (call.length / 32)]);
+      }
+      float sums[kAtOnce][kLanes] = {};
+      if (call.adder == Adder::mlx_cpu) {
+        with_input_type(call.input, [&](auto in) { add_mlx<decltype(in)>(a.data(), b.data(), scales.data(), sums); });
+      } else {
+        for (i64 r = 0; r < used; ++r)
+          add_ggml(&a[r * call.length], &d[r * (call.length / 32)], b.data(), scales.data(), sums[r]);
+      }
+      for (i64 r = 0; r < used; ++r)
+        for (i64 lane = 0; lane < columns; ++lane) ProductTask{call}.put(row + r, first + lane, sums[r][lane]);
+    }
+  }
+
+  // Add kAtOnce rows a times the columns b to `sums`, with every result rounded to the type In.
+  template <class In>
+  void add_mlx(const float* a, const float* b, const float* scales, float (*sums)[kLanes]) const {
+    for (i64 i = 0; i < call.length / call.b.block; ++i) {
+      float group[kAtOnce][kLanes] = {};
+      for (i64 k = i * call.b.block; k < (i + 1) * call.b.block; ++k) {
+        for (i64 r = 0; r < kAtOnce; ++r)
+          for (int l = 0; l < kLanes; ++l)
+            group[r][l] = round_to<In>(group[r][l] + round_to<In>(a[r * call.length + k] * b[k * kLanes + l]));
+      }
+      for (i64 r = 0; r < kAtOnce; ++r)
+        for (int l = 0; l < kLanes; ++l) {
+          const float scale = round_to<In>(scales[i * kLanes + l]);
+          sums[r][l] = round_to<In>(sums[r][l] + round_to<In>(scale * group[r][l]));
+        }
+    }
+  }
+
+  // Replace the row x by its codes in Q8_0, and store the scale of each 32 elements in d.
+  void quantize_q8_0(float* x, float* d) const {
+    const auto larger = [](float p, float q) { return p > q ? p : q; };  // maxps: q if one of them is NaN
+    for (i64 i = 0; i < call.length / 32; ++i) {
+      float amax[8], *block = x + 32 * i;
+      for (int j = 0; j < 8; ++j) amax[j] = std::fabs(block[j]);
+      for (int j = 8; j < 32; ++j) amax[j % 8] = larger(amax[j % 8], std::fabs(block[j]));
+      for (int j = 0; j < 4; ++j) amax[j] = larger(amax[j + 4], amax[j]);
+      const float most = larger(larger(amax[0], amax[2]), larger(amax[1], amax[3]));
+      const float inverse = most == 0 ? 0.0f : 127.0f / most;
+      d[i] = round_to<Float16>(most / 127.0f);
+      for (int j = 0; j < 32; ++j) {
+        const float code = std::nearbyint(block[j] * inverse);
+        block[j] = std::fabs(code) < 0x1p31f ? std::min(std::max(code, -128.0f), 127.0f) : -128.0f;
+      }
+    }
+  }
+
+  // Store the product of a row in Q8_0 (codes a, scales d) and the columns b in `sums`. Sums of integers are exact.
+  void add_ggml(const float* a, const float* d, const float* b, const float* scales, float* sums) const {
+    const i64 blocks = call.length / 32;
+    const bool is_repacked = call.adder == Adder::ggml_avx2_repacked, is_mx = call.b.block == 32;
+    const i64 paired = is_repacked ? 0 : is_mx ? blocks - blocks % 2 : blocks;
+    float lanes[2][8][kLanes] = {};
+    for (i64 i = 0; i < paired; ++i)
+      for (i64 j = 0; j < 8; ++j) {
+        const i64 k = 32 * i + 4 * j;
+        add_integers<true>(a + k, b + k * kLanes, 4, d[i], scales + (is_mx ? i : 2 * i + j / 4) * kLanes,
+                           lanes[is_mx ? i % 2 : 0][j]);
+      }
+    for (int l = 0; l < kLanes && paired; ++l) {
+      float s[8];
+      for (int j = 0; j < 8; ++j) s[j] = is_mx ? lanes[0][j][l] + lanes[1][j][l] : lanes[0][j][l];
+      sums[l] = ((s[4] + s[0]) + (s[6] + s[2])) + ((s[5] + s[1]) + (s[7] + s[3]));
+    }
+    for (i64 i = paired; i < blocks; ++i)
+      add_integers<false>(a + 32 * i, b + 32 * i * kLanes, 32, d[i], scales + i * kLanes, sums);
+  }
+
+  // In each lane, multiply `count` integers of a by those of b, and add their sum times d times the scale to `to`, by a
+  // fused multiply-add. kWraps: whether -128 in `a` multiplies magnitudes of b, as it does after the instruction
+  // psignb.
+  template <bool kWraps>
+  static void add_integers(const float* a, const float* b, int count, float d, const float* scale, float* to) {
+    float sum[kLanes] = {};
+    for (int k = 0; k < count; ++k) {
+      const u32 kept = kWraps && a[k] == -128.0f ? 0x7FFFFFFFu : 0xFFFFFFFFu;
+      for (int l = 0; l < kLanes; ++l) sum[l] += a[k] * float_of(bits_of(b[k * kLanes + l]) & kept);
+    }
+    for (int l = 0; l < kLanes; ++l) to[l] = __builtin_fmaf(sum[l], d * scale[l], to[l]);
   }
 };
 

@@ -17,7 +17,19 @@
 //   float64          products are added one by one in float64
 //   float32_blocks   per block, a float32 sum of products of elements is multiplied by both scales and added in float32
 //   float32          products of values rounded to float32 are added one by one in float32
-enum class Adder : i32 { truncate, truncate_groups, floor, exact, float64, float32_blocks, float32 };
+//   mlx_cpu, ggml_avx2, ggml_avx2_repacked  as these engines do on a CPU; only the C++ engine has them
+enum class Adder : i32 {
+  truncate,
+  truncate_groups,
+  floor,
+  exact,
+  float64,
+  float32_blocks,
+  float32,
+  mlx_cpu,
+  ggml_avx2,
+  ggml_avx2_repacked
+};
 
 // Return x truncated toward zero to an integer, with the sign of x. |x| must be below 2^52, infinite or NaN; an
 // infinity or NaN is returned unchanged. Processors without an instruction for this use a few other operations, which
