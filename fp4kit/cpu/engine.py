@@ -30,7 +30,6 @@ from fp4kit.call.search_scales import Search
 from fp4kit.cpu import codec, coverage, library
 from fp4kit.cpu.library import ELEMENTS_PER_CALL, address, functions, threads_for
 from fp4kit.cpu.search_scales import rule_of, search_matrix, searched
-from fp4kit.formats import ElementFormat
 from fp4kit.host import engine as reference
 from fp4kit.quantized.container import Quantized, tensor_amax_shape
 from fp4kit.recipes import Recipe
