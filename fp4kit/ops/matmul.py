@@ -1,4 +1,4 @@
-"""Implement fp4kit.matmul: the product of two quantized arrays, with sums rounded as a GPU's matrix unit does."""
+"""Implement fp4kit.matmul: the product of two quantized arrays, with sums rounded as a matrix unit or an engine does."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def matmul(
         a: the operand A. Either a Quantized with float elements, whose quantized axis is K and one of the last two
             axes: (..., M, K) for axis=-1, (..., K, M) for axis=-2. Or an array (..., M, K) of bfloat16, float16,
             float8_e4m3fn, float8_e5m2, float8_e4m3fnuz or float8_e5m2fnuz. Axes before the last two are a stack of
-            matrices.
+            matrices. For the engines "mlx-cpu" and "ggml-...", A is an unquantized array, of float32 too.
         b: the operand B, as a, with N in place of M. It is one matrix, or a stack like that of a.
         unit: a Unit or its id. "sm100" (Blackwell), "sm90" (Hopper), "sm89" (Ada), "sm80" (Ampere), "sm75" (Turing),
             "sm70" (Volta) and "cdna3" (MI300) add as that hardware does. The others add in a stated order:
@@ -82,11 +82,20 @@ def matmul(
               Both operands need E2M1 elements with blocks of one size, a multiple of 16 up to 512.
             - "dequantized": both operands are decoded to bfloat16, tensor scales included. Then products and sums are
               computed in float32, k ascending, each of them rounded.
+            - "mlx-cpu": as mx.quantized_matmul of MLX does on an x86-64 CPU. A is float32, float16 or bfloat16; B is
+              NVFP4, MXFP4 or MXFP8 (E4M3). Every product and sum is rounded to the dtype of A: k ascending within a
+              block of B, the sum of a block times its scale, and blocks ascending.
+            - "ggml-avx2": as llama.cpp does on a CPU with AVX2 (vec_dot). A is float32, and is quantized to Q8_0: int8
+              codes with a float16 scale of amax / 127 per 32 elements. B is MXFP4, or NVFP4 with K a multiple of 64.
+              Sums of 4 products are exact, and are added to 8 lanes by fused multiply-adds.
+            - "ggml-avx2-repacked": as llama.cpp does for MXFP4 weights that it repacked when it loaded them, as it does
+              by default if N is a multiple of 8. The exact sums of blocks are added by fused multiply-adds. A is as
+              for "ggml-avx2".
         out_dtype: float32, float16 or bfloat16.
         alpha: a number by which the sums are multiplied. None means the tensor scale of a times that of b, where a
             missing tensor scale counts as 1.
         c: a float32, float16 or bfloat16 array of the result's shape, whose values the sums begin with; None means
-            zeros.
+            zeros. It must be None for the engines "mlx-cpu" and "ggml-...".
         threads: the largest number of CPU threads, at least 1; None means fp4kit.num_threads(). Ignored on a GPU.
 
     Returns:
@@ -97,25 +106,34 @@ def matmul(
         TypeError: an operand, c, alpha or a dtype has the wrong type.
         ValueError: shapes or lengths along K differ, the unit is unknown, or it has no instruction for these operands.
             The message says which operands the unit multiplies.
+        NotImplementedError: the operands are on a GPU, and the unit is an engine on a CPU.
 
     Numerics:
         - K is padded with zeros to a whole number of steps. A step is one instruction; see DotAdd.
         - alpha: the tensor scales are multiplied in float32; the sum times their product is rounded to float32, then to
           out_dtype, to nearest even.
-        - Signs of E4M3 block scales are ignored.
+        - Signs of E4M3 block scales are ignored, except by "mlx-cpu".
         - NVIDIA's units: a sum of zero is +0, and results of 2^128 and more are infinite. Subnormal elements, sums and
           scales are kept.
         - Infinities and NaN in the operands give what IEEE 754 gives. Every NaN of the result is 0x7FFFFFFF in float32,
           and 0x7FFF in 16 bits.
+        - "mlx-cpu": scales and elements decode as in the recipes ...-mlx-cpu. B may have no tensor scale, unless alpha
+          is given. The result is a number of the dtype of A before alpha and out_dtype.
+        - "ggml-...": scales and elements decode as in the recipes ...-gguf. llama.cpp multiplies by the tensor scale of
+          an NVFP4 weight after the product, as alpha does.
 
     Exact:
+        Equals MLX 0.32.4 and llama.cpp (xllamacpp 2026.10.11549) on x86-64 for their units, also for subnormals, NaN
+        and infinities. One exception: for "ggml-avx2-repacked", llama.cpp multiplies the last M % 4 rows by another
+        function. It differs in rows with NaN, infinities or numbers from 8.3e6 on, whose scale is infinite.
+
         Equals MMA-Sim 2.1.1 for every unit, and an H100 for "sm90": cuBLASLt's FP8 products with fast accumulation
         (torch._scaled_mm with use_fast_accum=True), those with slow accumulation as
         `dataclasses.replace(fp4kit.unit("sm90"), promote=128)`, and mma.sync of bfloat16. The other units were not
         compared with hardware here. A kernel that splits K, or adds in another order, gives other bits.
 
     Source:
-        MMA-Sim, arXiv 2511.10909.
+        MMA-Sim, arXiv 2511.10909. MLX 0.32.4 backend/cpu/quantized.cpp. llama.cpp ggml-cpu/arch/x86/quants.c, repack.cpp.
 
     Examples:
         >>> import fp4kit, ml_dtypes, numpy as np
@@ -126,6 +144,9 @@ def matmul(
         >>> q = fp4kit.quantize(np.ones((32, 64), np.float32), "nvfp4-te")
         >>> fp4kit.matmul(q, q, unit="sm100").shape
         (32, 32)
+        >>> w = fp4kit.quantize(np.ones((8, 64), np.float32), "mxfp4-gguf")
+        >>> float(fp4kit.matmul(np.full((1, 64), 0.3, np.float32), w, unit="ggml-avx2")[0, 0])
+        19.192626953125
     """
     return convert_and_call(_matmul, a, b, unit, out_dtype, alpha, c)
 
