@@ -1,4 +1,4 @@
-"""Implement fp4kit.matmul: the product of two quantized arrays, with sums rounded as a matrix unit or an engine does."""
+"""Implement fp4kit.matmul: the product of two quantized arrays, with the sums of a matrix unit or of an engine."""
 
 from __future__ import annotations
 
@@ -127,13 +127,14 @@ def matmul(
         and infinities. One exception: for "ggml-avx2-repacked", llama.cpp multiplies the last M % 4 rows by another
         function. It differs in rows with NaN, infinities or numbers from 8.3e6 on, whose scale is infinite.
 
-        Equals MMA-Sim 2.1.1 for every unit, and an H100 for "sm90": cuBLASLt's FP8 products with fast accumulation
-        (torch._scaled_mm with use_fast_accum=True), those with slow accumulation as
+        Equals MMA-Sim 2.1.1 for every matrix unit, and an H100 for "sm90": cuBLASLt's FP8 products with fast
+        accumulation (torch._scaled_mm with use_fast_accum=True), those with slow accumulation as
         `dataclasses.replace(fp4kit.unit("sm90"), promote=128)`, and mma.sync of bfloat16. The other units were not
         compared with hardware here. A kernel that splits K, or adds in another order, gives other bits.
 
     Source:
-        MMA-Sim, arXiv 2511.10909. MLX 0.32.4 backend/cpu/quantized.cpp. llama.cpp ggml-cpu/arch/x86/quants.c, repack.cpp.
+        MMA-Sim, arXiv 2511.10909. MLX 0.32.4 backend/cpu/quantized.cpp. llama.cpp ggml-cpu/arch/x86/quants.c and
+        repack.cpp.
 
     Examples:
         >>> import fp4kit, ml_dtypes, numpy as np
