@@ -163,6 +163,7 @@ FUNCTIONS.update(  # methods of Quantized and Recipe call these functions; see l
         "Quantized._repr_html_": html_of,
         "Recipe.panel": panel,
         "parity.open": lambda *arguments: import_module("fp4kit.checkpoint.contract").opened(*arguments),
+        "parity.live": lambda *arguments: import_module("fp4kit.torch.live").live_side(*arguments),
         "Contract.of": lambda *arguments: import_module("fp4kit.checkpoint.contract").contract_of(*arguments),
     }
 )

@@ -69,6 +69,7 @@ def parity(
     - a Contract, which quantizes `weights` by its recipes;
     - a path: a contract file (.json), a model directory, a .safetensors file or a GGUF file;
     - tensors by name: a Quantized or an array per layer, such as weights, activations or logits;
+    - a torch.nn.Module, such as a trainer's model or that of a running engine (see fp4kit.torch.live_side);
     - a function f(layer, weight) that returns a Quantized or an array of values, such as a trainer's fake quantizer;
     - a pair of a Contract and a model, tensors or a function. The Contract replaces the contract that a model has.
 
@@ -310,13 +311,15 @@ class _Check:
         recipes = [side.recipe_of(name, whole) for side, whole in zip(self.sides, wholes, strict=True)]
         rows = self._rows(shape, [r for r in recipes if r is not None])
         part = None if x is None else np.ascontiguousarray(x[rows])
-        compared, plain = [], []
-        for i, (side, r) in enumerate(zip(self.sides, recipes, strict=True)):
-            own = part if part is None or r is None else side.transformed(part)
-            compared.append(self._compared(i, name, wholes[i], own, rows, recipes))
-            values = compared[i].part
-            plain.append(r is None and isinstance(values, np.ndarray) and (part is None or same(values, part)))
-        compared = faults.between_sides(compared, wholes, rows)
+        by_side: dict[int, Rows] = {}
+        for i in sorted((0, 1), key=lambda i: isinstance(wholes[i], RowReader)):  # a reader follows the other side
+            own = part if part is None or recipes[i] is None else self.sides[i].transformed(part)
+            by_side[i] = self._compared(i, name, wholes[i], own, rows, recipes, by_side.get(1 - i))
+        compared = faults.between_sides((by_side[0], by_side[1]), wholes, rows)
+        plain = []
+        for one, r, whole in zip((by_side[0], by_side[1]), recipes, wholes, strict=True):
+            is_plain = r is None and isinstance(one.part, np.ndarray) and (part is None or same(one.part, part))
+            plain.append(is_plain and not (isinstance(whole, RowReader) and whole.decoded))
         are_tensors = all(side.contract is NO_CONTRACT for side in self.sides) and all(plain)
         kind: Kind = "tensor" if are_tensors else "weight"
         found = compare_layer.compare_layer(name, kind, (compared[0], compared[1]), rows, shape[0] * shape[1])
@@ -366,6 +369,7 @@ class _Check:
         x: np.ndarray | None,
         rows: np.ndarray,
         recipes: Sequence[Recipe | None],
+        other: Rows | None,
     ) -> Rows:
         """Return the compared rows of side i, and how that side made them."""
         side, recipe = self.sides[i], recipes[i]
@@ -384,6 +388,10 @@ class _Check:
         if isinstance(whole, RowReader):
             if isinstance(part, Quantized):
                 part = replace(part, recipe=side.decoding(part.recipe))
+                follow, right = whole.follow, None if other is None else other.part
+                if follow and other and isinstance(right, Quantized) and side_rows.fits(part, right.recipe):
+                    part = follow(part, right)
+                    served = {"container": other.container, "served_dtype": other.served_dtype}
             if (fault := whole.fault()) is not None:
                 return Rows(side.label, part, x, step=fault[0], wrong=fault[1], **served)
         is_plain = isinstance(part, np.ndarray) and recipe is None and side.function is None

@@ -45,12 +45,16 @@ class RowReader:
     recipe: the recipe of its codes; None if ``read`` returns values.
     read: returns some rows, given their ascending indices.
     fault: returns (step, text) if the engine computes with other numbers than its scales say, otherwise None.
+    decoded: True if the values that ``read`` returns were decoded from codes, or fake-quantized.
+    follow: returns codes with what an engine that multiplies codes leaves open taken from the other side's codes.
     """
 
     shape: tuple[int, ...]
     recipe: Recipe | None
     read: Callable[[np.ndarray], Matrix]
     fault: Callable[[], tuple[StepName, str] | None] = lambda: None
+    decoded: bool = False
+    follow: Callable[[Quantized, Quantized], Quantized] | None = None
 
 
 Whole: TypeAlias = "Matrix | RowReader"
@@ -172,11 +176,13 @@ def side_of(label: str, given: Any) -> Side:
         return Side(label, contract or NO_CONTRACT, stored)
     if isinstance(given, Mapping):
         return Side(label, stored=by_layer(given))
+    if hasattr(given, "named_modules"):  # a torch.nn.Module, which is callable too
+        return side_of(label, FUNCTIONS["parity.live"](given))
     if callable(given):
         return Side(label, function=given)
     raise TypeError(
-        f"{OP}: {label} is a {type(given).__name__}; needs a Contract, a path, a mapping of tensors, a function, or a"
-        " pair of a Contract and one of the others"
+        f"{OP}: {label} is a {type(given).__name__}; needs a Contract, a path, a mapping of tensors, a model in memory,"
+        " a function, or a pair of a Contract and one of the others"
     )
 
 
