@@ -4,13 +4,16 @@ Modules of transformers are loaded. Those of vLLM 0.33.0 and SGLang 0.5.23 do no
 their sources, which each builder names. ``v/`` stands for vllm/model_executor/ and ``s/`` for sglang/srt/layers/.
 """
 
+import copy
 import importlib
+import sys
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 import fp4kit
+from fp4kit.checkpoint import convert
 
 torch = pytest.importorskip("torch")
 ft = importlib.import_module("fp4kit.torch")
@@ -33,14 +36,14 @@ def weights(seed=0, columns=HIDDEN):
     return {name: (rng.standard_normal(shape) * 0.1).astype(np.float32) for name, shape in shapes.items()}
 
 
-def quantized(form, seed=0, recipe=None):
+def quantized(form, seed=0):
     """Return {layer: Quantized} in which layers that engines merge, and all matrices of an expert, share an amax."""
     found, every = {}, weights(seed, HIDDEN if form == "nvfp4" else 128)
     for name, w in every.items():
-        group = name.rpartition(".")[0] if "proj" in name else name
-        amax = max(fp4kit.amax(x) for other, x in every.items() if other.startswith(group))
+        parent = name.rpartition(".")[0]
+        amax = max(fp4kit.amax(x) for other, x in every.items() if other.rpartition(".")[0] == parent)
         amax = np.float32(amax) if form == "nvfp4" else None
-        found[name] = fp4kit.quantize(w, recipe or RECIPE[form], tensor_amax=amax)
+        found[name] = fp4kit.quantize(w, RECIPE[form], tensor_amax=amax)
     return found
 
 
@@ -310,3 +313,353 @@ def test_experts_of_engines(name):
         assert np.array_equal(found.packed, wanted.packed) and np.array_equal(found.block_scale, wanted.block_scale)
     assert fp4kit.parity(of_layers(layers, live), model).differing == ()
     assert fp4kit.parity(model, of_layers(layers, live)).differing == ()
+
+
+# Faults -------------------------------------------------------------------------------------------------------------
+
+
+def nvfp4_engine(kernel_name="FlashInferCutlassNvFp4LinearKernel"):
+    layers = STORED["nvfp4"]
+    qkv = vllm_nvfp4([layers[one] for one in QKV], kernel_name)
+    experts = vllm_experts(layers, "nvfp4", "VLLM_CUTLASS")
+    return engine(qkv, vllm_nvfp4([layers[DOWN]], kernel_name), experts), qkv, experts["routed_experts"]
+
+
+def nibbles(model, qkv, experts):
+    qkv.weight.data[100] = qkv.weight.data[100] >> 4 | qkv.weight.data[100] << 4
+
+
+def every_nibble(model, qkv, experts):
+    qkv.weight.data = qkv.weight.data >> 4 | qkv.weight.data << 4
+
+
+def stale_alpha(model, qkv, experts):
+    qkv.alpha.data *= 1.5
+
+
+def stale_scale(model, qkv, experts):
+    qkv.weight_global_scale.data *= 1.5
+    qkv.alpha.data *= 1.5
+
+
+def linear_scales(model, qkv, experts):
+    scales = torch.zeros_like(qkv.weight_scale.view(torch.uint8))
+    _, linear = tensors_of([STORED["nvfp4"][one] for one in QKV], "nvfp4")
+    scales[: linear.shape[0], : linear.shape[1]] = linear.view(torch.uint8)
+    qkv.weight_scale.data = scales
+
+
+def exchanged(model, qkv, experts):
+    order = [QKV[1], QKV[2], QKV[0]]
+    parts = [STORED["nvfp4"][one] for one in order]
+    other = vllm_nvfp4(parts, "FlashInferCutlassNvFp4LinearKernel")
+    qkv.weight.data, qkv.weight_scale.data = other.weight.data, other.weight_scale.data
+
+
+def stale_expert(model, qkv, experts):
+    other = quantized("nvfp4", seed=1)
+    fresh = vllm_experts(other, "nvfp4", "VLLM_CUTLASS")["routed_experts"]
+    experts.w13_weight.data[1] = fresh.w13_weight.data[1]
+
+
+def expert_scale(model, qkv, experts):
+    experts.w2_weight_scale.data[2, :32] ^= 1
+
+
+def expert_alpha(model, qkv, experts):
+    experts.w2_weight_scale_2.data[0] *= 2
+
+
+E = "model.layers.0.mlp.experts"
+FAULTS = {
+    nibbles: ([QKV[1]], "code", ""),
+    every_nibble: (QKV, "code", "the even element of each byte is in the high nibble; swap the nibbles"),
+    stale_alpha: (QKV, "tensor scale", "rollout: alpha is "),
+    stale_scale: (QKV, "tensor scale", ""),
+    linear_scales: (QKV, "block scale", ""),
+    exchanged: (QKV, "block scale", ""),
+    stale_expert: ([f"{E}.1.gate_proj", f"{E}.1.up_proj"], "code", ""),
+    expert_scale: ([f"{E}.2.down_proj"], "block scale", ""),
+    expert_alpha: ([f"{E}.0.down_proj"], "tensor scale", "the engine computes with a stale alpha"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda one: one.__name__)
+def test_faults_are_found_and_named(fault):
+    model, qkv, experts = nvfp4_engine()
+    layers = STORED["nvfp4"]
+    assert fp4kit.parity(layers, model).differing == ()
+    fault(model, qkv, experts)
+    wanted, step, text = FAULTS[fault]
+    for train, rollout in ((layers, model), (model, layers)):
+        found = fp4kit.parity(train, rollout)
+        assert sorted(layer.name for layer in found.differing) == sorted(wanted)
+        assert {layer.step for layer in found.differing} == {step}
+    found = fp4kit.parity(layers, model)
+    assert all(text in layer.setting for layer in found.differing)
+
+
+def test_faults_are_found_against_the_weights_of_a_trainer():
+    contract = fp4kit.Contract(RECIPE["nvfp4"], shared_amax=[tuple(WIDTHS), ("gate_proj", "up_proj", "down_proj")])
+    every = {name: torch.from_numpy(w) for name, w in weights().items()}
+    for fault in (None, stale_alpha, stale_expert, every_nibble):
+        model, qkv, experts = nvfp4_engine()
+        if fault is not None:
+            fault(model, qkv, experts)
+        found = fp4kit.parity(contract, model, weights=every)
+        assert sorted(layer.name for layer in found.differing) == sorted(FAULTS[fault][0] if fault else ())
+        assert not fault or FAULTS[fault][2] in found.differing[0].setting
+
+
+def test_a_layer_that_an_exclusion_of_the_engine_swallows():
+    # verl 7519: the exclusion mlp.gate also matched gate_up_proj, so the engine served bf16 weights there
+    parts = {f"model.layers.0.mlp.{name}": quantized_matrix for name, quantized_matrix in GATE_UP.items()}
+    whole = torch.cat([torch.from_numpy(w) for w in GATE_UP_WEIGHTS.values()]).to(torch.bfloat16)
+    swallowed = module_of("MergedColumnParallelLinear", weight=whole, **sizes(list(GATE_UP.values())))
+    right = vllm_nvfp4(list(GATE_UP.values()), "EmulationNvFp4LinearKernel")
+    for module, equal in ((right, True), (swallowed, False)):
+        model = torch.nn.ModuleDict(
+            {
+                "model": torch.nn.ModuleDict(
+                    {
+                        "layers": torch.nn.ModuleList(
+                            [torch.nn.ModuleDict({"mlp": torch.nn.ModuleDict({"gate_up_proj": module})})]
+                        )
+                    }
+                )
+            }
+        )
+        found = fp4kit.parity(parts, model)
+        assert (found.differing == ()) == equal
+        for layer in found.differing:
+            assert layer.step == "quantization"
+            assert layer.setting.startswith("rollout does not quantize this layer, and train does")
+    assert len(found.differing) == 2 and set(ft.live_side(model)[0].excluded) == set(parts)
+
+
+GATE_UP_WEIGHTS = {name: weights(3)[f"{E}.0.{name}"] for name in ("gate_proj", "up_proj")}
+GATE_UP = {
+    name: fp4kit.quantize(w, RECIPE["nvfp4"], tensor_amax=max(map(fp4kit.amax, GATE_UP_WEIGHTS.values())))
+    for name, w in GATE_UP_WEIGHTS.items()
+}
+
+
+# Errors -------------------------------------------------------------------------------------------------------------
+
+
+def with_leaf(name, tensor):
+    module = torch.nn.Linear(32, 16)
+    module.register_buffer(name, tensor)
+    return module
+
+
+def qkv_with(**changes):
+    parts = [STORED["nvfp4"][one] for one in QKV]
+    module = vllm_nvfp4(parts, "CutlassNvFp4LinearKernel")
+    for name, value in changes.items():
+        setattr(module, name, torch.nn.Parameter(value, False) if isinstance(value, torch.Tensor) else value)
+    return module
+
+
+def experts_with(backend="VLLM_CUTLASS", **changes):
+    module = vllm_experts(STORED["nvfp4"], "nvfp4", "VLLM_CUTLASS")["routed_experts"]
+    module.quant_method.nvfp4_backend.name = backend
+    for name, value in changes.items():
+        setattr(module, name, value)
+    return module
+
+
+ERRORS = (
+    (
+        lambda: with_leaf("weight_tiles", torch.zeros(4, 4, dtype=torch.int32)),
+        "has weight_tiles, torch.int32 (4, 4), which is not known",
+    ),
+    (lambda: with_leaf("shadow", torch.zeros(4, 4, dtype=torch.uint8)), "has shadow, torch.uint8 (4, 4)"),
+    (lambda: qkv_with(scheme=kernel("MarlinNvFp4LinearKernel")), "stores weights for MarlinNvFp4LinearKernel; needs"),
+    (lambda: qkv_with(scheme=kernel("FlashInferTrtllmNvFp4LinearKernel")), "FlashInferTrtllmNvFp4LinearKernel; needs"),
+    (lambda: qkv_with(scheme=None), "stores weights for no kernel; needs one of"),
+    (lambda: qkv_with(weight=torch.zeros(0, dtype=torch.uint8)), "has emptied its weight"),
+    (lambda: qkv_with(output_size=4096), "holds 192 of 4096 outputs, those of one rank; needs an engine on one rank"),
+    (lambda: qkv_with(weight_global_scale=torch.ones(3)), "has one weight_global_scale per part"),
+    (lambda: qkv_with(input_size_per_partition=4096, input_size=4096), "has codes of shape (192, 96); needs at least"),
+    (lambda: experts_with("FLASHINFER_TRTLLM"), "stores experts for nvfp4_backend FLASHINFER_TRTLLM; needs one of"),
+    (lambda: experts_with(local_num_experts=1), "holds 1 of 3 experts, those of one rank"),
+    (lambda: experts_with(tp_size=2), "is sharded over 2 ranks"),
+    (lambda: experts_with(quant_method=None), "does not say for which backend it stores its experts"),
+    (
+        lambda: experts_with(intermediate_size_per_partition=256),
+        "has w13_weight of 256 rows; needs those of gate and up",
+    ),
+    (lambda: module_of(weight=torch.zeros(16, 32).to(torch.float8_e4m3fn)), "has no weight_scale_inv, which its other"),
+    (
+        lambda: module_of(weight=torch.zeros(16, 32).to(torch.float8_e4m3fn), weight_scale=torch.zeros(7)),
+        "has FP8 scales of shape (7,); needs one per tensor, row or 128x128 block",
+    ),
+    (
+        lambda: module_of(weight_packed=torch.zeros(16, 4, dtype=torch.int32), weight_scale=torch.zeros(16, 1)),
+        "has weight_packed of torch.int32 and weight_scale of torch.float32; needs codes of FP4",
+    ),
+    (
+        lambda: module_of(
+            "Linear",
+            weight_packed=torch.zeros(16, 16, dtype=torch.uint8),
+            quant_method=object(),
+            weight_scale=torch.zeros(16, 2, dtype=torch.uint8),
+        ),
+        "not processed yet",
+    ),
+)
+
+
+@pytest.mark.parametrize(("build", "message"), ERRORS)
+def test_what_is_not_known_is_refused_by_name(build, message):
+    with pytest.raises(ValueError, match=r"^live_side: layers\.0\.odd ") as error:
+        ft.live_side(torch.nn.ModuleDict({"layers": torch.nn.ModuleList([torch.nn.ModuleDict({"odd": build()})])}))
+    assert message in str(error.value)
+
+
+def test_other_errors(monkeypatch):
+    with pytest.raises(TypeError, match="live_side: model is 3; needs a Module"):
+        ft.live_side(3)
+    joined = qkv_with()
+    with pytest.raises(ValueError, match="live_side: odd joins 3 layers; their names are not known"):
+        ft.live_side(torch.nn.ModuleDict({"odd": joined}))
+    named = torch.nn.ModuleDict({"odd": joined})
+    named.packed_modules_mapping = {"odd": ["a", "b", "c"]}
+    assert list(ft.live_side(named)[1]) == ["a", "b", "c"]
+    with pytest.raises(
+        ValueError, match="q_proj has codes as nvfp4-compressed-tensors; needs a recipe for such codes, not"
+    ):
+        ft.live_side(engine(joined), recipe="mxfp4")
+    assert ft.live_side(engine(joined), recipe="nvfp4-te")[1][QKV[0]].recipe.id == "nvfp4-te"
+    backend = SimpleNamespace(is_flashinfer_trtllm=lambda: True)
+    place = SimpleNamespace(get_fp4_gemm_runner_backend=lambda: backend)
+    monkeypatch.setitem(sys.modules, "sglang.srt.layers.quantization.fp4_utils", place)
+    for form in ("ct", "modelopt"):
+        with pytest.raises(ValueError, match=r"qkv_proj .* is shuffled for the backend flashinfer_trtllm"):
+            ft.live_side(engine(sglang_nvfp4([STORED["nvfp4"][one] for one in QKV], form)))
+    for word in ("enable_flashinfer_trtllm_moe", "_is_cutedsl_v2_standard"):
+        experts = sglang_experts(STORED["nvfp4"], "modelopt")
+        setattr(experts.quant_method, word, True)
+        with pytest.raises(ValueError, match=f"is shuffled or interleaved for its kernel \\({word}\\)"):
+            ft.live_side(engine(experts=experts))
+
+
+def test_unquantized_merged_layers_and_others():
+    rng = torch.Generator().manual_seed(0)
+    whole, bias = torch.randn((192, 80), generator=rng), torch.randn(192, generator=rng)
+    rows = list(WIDTHS.values())
+    module = module_of("QKVParallelLinear", weight=whole, bias=bias, output_sizes=rows)
+    embedding = module_of("VocabParallelEmbedding", weight=torch.randn((128, 80), generator=rng), org_vocab_size=100)
+    model = engine(module)
+    model["model"]["embed_tokens"] = embedding
+    model["lm_head"] = torch.nn.Linear(80, 100, bias=False)
+    model["lm_head"].weight = embedding.weight  # tied, so it is no layer of its own
+    contract, live = ft.live_side(model)
+    first = dict(zip(QKV, np.split(whole.numpy(), np.cumsum(rows)[:-1]), strict=True))
+    for name in QKV:
+        assert np.array_equal(live[name].read(np.arange(live[name].shape[0])), first[name])
+    assert live["model.embed_tokens"].shape == (100, 80) and set(contract.excluded) == {*QKV, "model.embed_tokens"}
+    assert np.array_equal(live.others[f"{QKV[1]}.bias"], bias[96:144]) and len(live.others) == 4
+    changed = {name: torch.from_numpy(x.copy()) for name, x in first.items()}
+    changed[QKV[2]][3, 4] = 7
+    found = fp4kit.parity({**changed, "model.embed_tokens": embedding.weight[:100].detach()}, model)
+    assert [layer.name for layer in found.differing] == [QKV[2]] and "element [3, 4]" in found.differing[0].element
+
+
+def test_fp8_in_every_shape():
+    w = torch.from_numpy(weights(columns=128)[DOWN])
+    for recipe, shape in (("fp8-modelopt", (1,)), ("fp8-modelopt-channel", (128, 1)), ("fp8-deepgemm-block", (1, 1))):
+        q = fp4kit.quantize(w.numpy(), recipe)
+        scale = torch.from_numpy(np.array(q.tensor_scale)).reshape(-1)[: np.prod(shape)].reshape(shape)
+        codes = torch.from_numpy(q.packed).view(torch.float8_e4m3fn)
+        module = module_of("Linear", weight=codes, weight_scale=scale)
+        assert fp4kit.parity({DOWN: q}, engine(down=module)).differing == ()
+        module.weight.data = codes.t()  # v/layers/quantization/utils/fp8_utils.py:1482 (K, N), a transposed view
+        assert fp4kit.parity({DOWN: q}, engine(down=module)).differing == ()
+        module.weight_scale.data = scale.to(torch.bfloat16)  # transformers
+        found = fp4kit.parity({DOWN: q}, engine(down=module))
+        assert found.differing[0].step == "tensor scale"
+        assert "the scales are torch.bfloat16, to which the engine rounded them" in found.differing[0].setting
+
+
+# transformers: loaded models ------------------------------------------------------------------------------------------
+
+
+def loaded(tmp_path, kind, recipe):
+    """Return (folder of the source, folder of the checkpoint, model) of a tiny model that transformers loaded."""
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("compressed_tensors")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "vocab_size": 64}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+    experts = {"moe_intermediate_size": 64, "num_experts": 2, "num_experts_per_tok": 1} if "Moe" in kind else {}
+    config = getattr(transformers, f"{kind}Config")(**sizes, **heads, **experts)
+    source = getattr(transformers, f"{kind}ForCausalLM")(config).to(torch.bfloat16)
+    source.save_pretrained(tmp_path / "source")
+    given = {"input_scale": 0.01} if recipe.startswith("nvfp4") else {}
+    convert(tmp_path / "source", tmp_path / "served", recipe, format="compressed-tensors", **given)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "served", dtype=torch.bfloat16)
+    return source, tmp_path / "served", model
+
+
+@pytest.mark.parametrize("recipe", RECIPE.values())
+def test_models_of_transformers_before_and_after_they_decompress(tmp_path, recipe):
+    source, served, model = loaded(tmp_path, "Llama", recipe)
+    contract = ft.live_side(model)[0]
+    assert contract.excluded == ("lm_head", "model.embed_tokens")
+    assert contract.input_scales == ("static" if recipe.startswith("nvfp4") else None)
+    trained = copy.deepcopy(source)
+    ft.fake_quantize_model(trained, recipe, format="compressed-tensors", activations=None)
+    q_proj = model.model.layers[0].self_attn.q_proj
+    for state in ("weight_packed" if recipe != RECIPE["mxfp8"] else "weight", "weight"):
+        assert hasattr(q_proj, state)
+        found = fp4kit.parity(served, model)
+        assert found.equal and len([x for x in found.layers if x.kind == "weight"]) == 9
+        assert len([x for x in found.layers if x.kind == "other tensor"]) == 3
+        assert fp4kit.parity(trained, model).equal
+        found = fp4kit.parity(served, source)
+        assert len(found.differing) == 7 and {x.step for x in found.differing} == {"quantization"}
+        with torch.no_grad():
+            model(torch.tensor([[1, 2, 3]]))  # transformers decompresses in the first call
+    assert q_proj.weight.dtype == torch.bfloat16
+    with torch.no_grad():
+        q_proj.weight[5, 7] += 1
+    found = fp4kit.parity(served, model)
+    assert [x.name for x in found.differing] == ["model.layers.0.self_attn.q_proj"]
+    assert found.differing[0].element.startswith("element [5, 7]") and found.differing[0].values[0] == 1
+
+
+def test_experts_of_transformers(tmp_path):
+    source, served, model = loaded(tmp_path, "Qwen3Moe", RECIPE["mxfp4"])
+    with torch.no_grad():
+        model(torch.tensor([[1, 2, 3]]))
+    assert {f"{E}.{e}.{name}" for e in range(2) for name in ("gate_proj", "up_proj", "down_proj")} < {
+        *ft.live_side(model)[1]
+    }
+    assert fp4kit.parity(served, model).equal
+    trained = copy.deepcopy(source)
+    ft.fake_quantize_model(trained, RECIPE["mxfp4"], format="compressed-tensors")
+    assert fp4kit.parity(trained, model).equal
+    with torch.no_grad():
+        model.model.layers[0].mlp.experts.gate_up_proj[1, 70, 3] += 1  # row 6 of up_proj
+    for train in (served, trained):
+        found = fp4kit.parity(train, model)
+        assert [x.name for x in found.differing] == [f"{E}.1.up_proj"]
+        assert found.differing[0].element.startswith("element [6, 3]")
+
+
+def test_transposed_and_interleaved_experts_of_gpt_oss():
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GptOssConfig(hidden_size=64, intermediate_size=32, num_hidden_layers=1, num_local_experts=2)
+    experts = transformers.models.gpt_oss.modeling_gpt_oss.GptOssExperts(config)
+    torch.nn.init.normal_(experts.gate_up_proj)
+    torch.nn.init.normal_(experts.down_proj)
+    model = torch.nn.ModuleDict({"experts": experts})
+    live = ft.live_side(model)[1]
+    assert {name: live[name].shape for name in live} == {
+        **{f"experts.{e}.gate_up_proj": (64, 64) for e in range(2)},
+        **{f"experts.{e}.down_proj": (64, 32) for e in range(2)},
+    }
+    wanted = experts.down_proj.detach().numpy()[1].T[[3, 9]]
+    assert np.array_equal(live["experts.1.down_proj"].read(np.array([3, 9])), wanted)
