@@ -6,6 +6,7 @@ scale, the block scale or the code.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
@@ -188,8 +189,8 @@ class Parity:
             of_noun = counts.setdefault(_NOUNS.get(layer.kind, "layer"), [0, 0])
             of_noun[0] += not layer.equal
             of_noun[1] += 1
-        if self.differing and all(layer.same_codes for layer in self.differing):
-            values = sum(layer.values[0] for layer in self.differing), sum(layer.values[1] for layer in self.layers)
+        values = sum(layer.values[0] for layer in self.differing), sum(layer.values[1] for layer in self.layers)
+        if values[0] and all(layer.same_codes and layer.step != "product" for layer in self.differing):
             parts = [
                 f"codes and scales are equal in all layers; {values[0]:,} of {values[1]:,} values differ by rounding,"
                 f" in {counted(len(self.differing), 'layer')}, because the sides decode in another order, to another"
@@ -363,7 +364,8 @@ def _explained(
         first = first_place(affected), facts
     at, facts = first
     element = f"element [{int(rows[at[0]])}, {at[1]}]: " + " and ".join(
-        f"{one.label} {value[at]!s}{_code_text(one.part, at)}" for one, value in zip(sides, values, strict=True)
+        f"{one.label} {value[at]!s} ({_bits(value[at])}{_code_text(one.part, at)})"
+        for one, value in zip(sides, values, strict=True)
     )
     worked = None if wrong else _worked(sides, at, int(rows[at[0]]))
     return replace(found, **facts, element=element, setting="; ".join(setting), worked=worked)
@@ -437,12 +439,17 @@ def _worked(sides: tuple[Rows, Rows], at: tuple[int, int], row: int) -> Explanat
 
 
 def _code_text(q: Matrix, at: tuple[int, int]) -> str:
-    """Return the code and the block scale of an element as text; "" for values without codes."""
+    """Return the code and the block scale of an element as text after a comma; "" for values without codes."""
     if not isinstance(q, Quantized):
         return ""
     code = int(unpacked(q.packed[at[0]], q.recipe.element.packing)[at[1]])
     scale = None if q.block_scale is None else int(q.block_scale[at[0], at[1] // q.recipe.block_size])
-    return f" (code 0x{code:x})" if scale is None else f" (code 0x{code:x}, block scale 0x{scale:02x})"
+    return f", code 0x{code:x}" if scale is None else f", code 0x{code:x}, block scale 0x{scale:02x}"
+
+
+def _bits(number: Any) -> str:
+    """Return the bit pattern of a NumPy scalar, such as "0x3f800000"."""
+    return f"0x{int.from_bytes(number.tobytes(), sys.byteorder):0{2 * number.itemsize}x}"
 
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -481,9 +488,7 @@ def with_products(
     if not differs.any() or not found.equal:
         return found
     at, count = first_place(differs), int(differs.sum())
-    values = " and ".join(
-        f"{label} {one[at]!s} (0x{int(one[at].view(np.uint32)):08x})" for label, one in zip(labels, (a, b), strict=True)
-    )
+    values = " and ".join(f"{label} {one[at]!s} ({_bits(one[at])})" for label, one in zip(labels, (a, b), strict=True))
     element = f"product of token {at[0]} and row {at[1]}: {values}"
     return replace(
         found, step="product", count=count, examined=count, element=element, setting=setting or INPUTS_DIFFER

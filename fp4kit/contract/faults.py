@@ -249,7 +249,7 @@ def row_order(whole: Matrix, right: Matrix, rows: np.ndarray, of: str) -> Fault 
         places[row].append(i)
     moved = None
     for i, row in zip(rows.tolist(), _row_bytes(right), strict=True):
-        if row not in places:
+        if row not in places or (i not in places[row] and len(places[row]) > 1):  # rows of zeros tell nothing
             return None
         if i not in places[row] and moved is None:
             moved = i, places[row][0]

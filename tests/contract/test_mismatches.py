@@ -386,6 +386,14 @@ def test_a_layer_that_no_known_fault_explains_is_not_blamed_on_one():
     assert layer.step == "code" and not layer.setting
 
 
+def test_equal_rows_are_no_other_order():
+    """A row of zeros that became another row is in many places; that is no permutation."""
+    x = {"m": np.zeros((64, 64), np.float32)}
+    other = {"m": x["m"].copy()}
+    other["m"][9, 7] = 1
+    assert reported(Mismatch(x, other, "value", "")).setting == ""
+
+
 def test_sampled_rows_show_the_same_faults():
     for name in ("interleaved rows", "transposed experts", "inverted tensor scale", "experts in another order"):
         one = MISMATCHES[name]

@@ -157,6 +157,7 @@ def test_another_matrix_unit():
     layer = one(found)
     assert layer.step == "product" and layer.values[0] == 0 < layer.products[0] <= 64 * 32
     assert layer.setting == "unit sm100 in train and exact in rollout; use one unit on both sides"
+    assert found.verdict.startswith("3 of 3 layers differ")  # not "values differ by rounding"
     assert layer.element.startswith("product of token 0 and row ") and "(0x" in layer.element
     unquantized = replace(contract, activations=None)
     assert one(parity(unquantized, unquantized.stating(unit="float64"), weights=W)).step == "product"
@@ -285,7 +286,9 @@ def test_plain_tensors_such_as_logits():
     found = parity(a, b)
     layer = one(found, "tensor")
     assert layer.name == "logits" and layer.values == (1, 4) and layer.step == "value"
-    assert layer.element == "element [1, 1]: train 0.0 and rollout -0.0" and layer.setting == ""
+    assert (
+        layer.element == "element [1, 1]: train 0.0 (0x00000000) and rollout -0.0 (0x80000000)" and layer.setting == ""
+    )
 
 
 def test_layers_of_one_side_only_are_named():

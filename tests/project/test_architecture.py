@@ -32,7 +32,7 @@ LAYERS = (
     {"calibration"},
     {"contract"},
     {"fp4kit"},
-    {"checkpoint", "evidence"},
+    {"checkpoint", "evidence", "testing"},
     {"qat"},
     {"torch", "jax", "plot"},
     {"cli"},

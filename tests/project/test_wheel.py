@@ -39,7 +39,7 @@ def copied(folder, *more):
     """
     source = folder / "source"
     shutil.copytree(ROOT / "fp4kit", source / "fp4kit", ignore=shutil.ignore_patterns("__pycache__", "*.so"))
-    for name in ("pyproject.toml", "README.md", "LICENSE", *more):
+    for name in ("pyproject.toml", "README.md", "LICENSE", "_fp4kit_pytest.py", *more):
         shutil.copy(ROOT / name, source)
     return source
 
@@ -144,6 +144,28 @@ def test_the_fuzz_runs_on_the_specification_alone(installed):
     status, output, errors = run(installed, "fuzz", "--cases", "20")
     assert status == 0, errors
     assert output.startswith("No GPU and no compiled engine (it is not compiled here;") and "20 cases" in output
+
+
+PYTEST = """
+import sys
+sys.path[:0] = {folders!r}
+import pytest
+from importlib.util import find_spec
+print(find_spec("fp4kit").origin)
+status = pytest.main(["--no-header", "-p", "no:cacheprovider", *sys.argv[1:]])
+print("imported:", any(name.partition(".")[0] == "fp4kit" for name in sys.modules))
+sys.exit(status)
+"""
+
+
+def test_pytest_finds_the_plugin_and_does_not_import_fp4kit(installed, tmp_path):
+    """The entry point adds the option and the fixture. Only tests that use them import fp4kit."""
+    (tmp_path / "test_user.py").write_text("def test_one():\n    pass\n")
+    status, output, errors = run(installed, str(tmp_path), command=PYTEST)
+    assert status == 0 and "1 passed" in output and "imported: False" in output, output + errors
+    (tmp_path / "test_user.py").write_text("def test_one(fp4kit_engine):\n    pass\n")
+    status, output, errors = run(installed, "-rs", str(tmp_path), command=PYTEST)
+    assert status == 0 and "needs --fp4kit-engine" in output and "imported: False" in output, output + errors
 
 
 ENGINE = """
