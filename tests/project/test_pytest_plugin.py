@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -11,19 +13,8 @@ import fp4kit.testing  # now, because pytester forgets modules that a run of it 
 
 pytest_plugins = ["pytester"]
 PLUGIN = ("-p", "no:fp4kit", "-p", "_fp4kit_pytest")  # of this checkout, whatever is installed
-USER = """
-import numpy as np
-import fp4kit
-from fp4kit.testing import assert_same_bits
-
-W = {"mlp.up_proj": np.random.default_rng(0).standard_normal((32, 64), np.float32)}
-
-def trainer(name, w):
-    return fp4kit.fake_quantize(w, "nvfp4-te")
-
-def test_served_as_trained(fp4kit_engine):
-    assert_same_bits(trainer, fp4kit_engine, weights=W)
-"""
+GUIDE = Path(__file__).resolve().parents[2] / "docs" / "guides" / "train-and-serve.md"
+USER = re.search(r"## 4. In your test suite.*?```python\n(.*?)```", GUIDE.read_text(encoding="utf-8"), re.DOTALL)[1]
 
 
 @pytest.fixture
@@ -51,7 +42,7 @@ def test_a_failure_shows_the_step_the_setting_and_one_element(pytester, engines)
     result.stdout.fnmatch_lines(
         [
             "    def test_served_as_trained(fp4kit_engine):",
-            ">       assert_same_bits(trainer, fp4kit_engine, weights=W)",
+            ">       assert_same_bits(fake_quantizer, fp4kit_engine, weights=weights)",
             "E       AssertionError: train and rollout differ: 1 of 1 layer differ; *",
             "E       weight mlp.up_proj: first step that differs: block scale*",
             "E         setting: recipe nvfp4-te in train and nvfp4-te-4over6-mse-448 in rollout *4over6 mode*",

@@ -18,6 +18,7 @@ import fp4kit
 import fp4kit.calibration
 import fp4kit.checkpoint
 import fp4kit.plot
+import fp4kit.testing
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -43,7 +44,7 @@ def test_plots_are_current(name: str) -> None:
     assert PLOTS.digest(PLOTS.PLOTS[name]()) in text, "run python tools/plots.py"
 
 
-@pytest.mark.parametrize("module", [fp4kit, fp4kit.calibration, fp4kit.checkpoint, fp4kit.plot])
+@pytest.mark.parametrize("module", [fp4kit, fp4kit.calibration, fp4kit.checkpoint, fp4kit.plot, fp4kit.testing])
 def test_every_public_name_is_in_the_reference(module: ModuleType) -> None:
     assert {f"{module.__name__}.{name}" for name in module.__all__} <= DOCUMENTED
 
