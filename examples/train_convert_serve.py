@@ -1,12 +1,14 @@
-"""Train a small Llama for NVFP4, convert it, load it with transformers, and check that it has the trained weights.
+"""Train a small Llama for an engine, convert it, load it, and check that it computes with the trained bits.
 
-    python examples/train_convert_serve.py [--recipe nvfp4-te] [--steps 60]
+    python examples/train_convert_serve.py [--scheme nvfp4-w4a4] [--steps 60]
 
-The model learns to count: to predict the next number of a sequence. It trains with fake-quantized weights. Then
+The model learns to count: to predict the next number of a sequence. A few batches show the largest inputs of each
+layer, from which its input scale follows (W4A4). Then the model trains with the weights and inputs that the engine
+transformers will compute with. Then
 
 1. save_pretrained writes the unquantized weights, and fp4kit.checkpoint.convert quantizes them.
-2. transformers loads the converted directory and decodes it.
-3. Every weight of the loaded model must equal, in every bit, the weight that training computed with.
+2. transformers loads the converted directory, decodes it, and quantizes the inputs of its layers.
+3. Every weight of the loaded model and all logits must equal, in every bit, those of the trained model.
 
 Needs PyTorch, transformers and compressed-tensors.
 """
@@ -21,9 +23,9 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import fp4kit.torch
-from fp4kit.checkpoint import convert
+from fp4kit.checkpoint import Activations, convert
 
-FORMAT = "compressed-tensors"  # the format of NVFP4 that transformers loads
+ENGINE = "transformers"
 VOCABULARY = 32
 
 
@@ -66,17 +68,21 @@ def differing(model: torch.nn.Module, loaded: torch.nn.Module, names: list[str])
 def main() -> None:
     """Train, convert, load and compare. Raises SystemExit if a weight differs."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--recipe", default="nvfp4-te")
+    parser.add_argument("--scheme", default="nvfp4-w4a4", help="as `fp4kit contract --list` lists them")
     parser.add_argument("--steps", type=int, default=60)
     options = parser.parse_args()
-    model = a_model()
-    names = fp4kit.torch.fake_quantize_model(model, options.recipe, format=FORMAT)
+    served_by = {"engine": ENGINE, "scheme": options.scheme}
+    model, inputs = a_model(), None
+    if fp4kit.serving(**served_by).input_scales == "static":
+        with fp4kit.torch.collect(model) as inputs:
+            model(counting(64))
+    names = fp4kit.torch.fake_quantize_model(model, **served_by, inputs=inputs)
     print(names)
     train(model, options.steps)
     with tempfile.TemporaryDirectory() as folder:
         trained, served = Path(folder) / "trained", Path(folder) / "served"
         model.save_pretrained(trained)
-        convert(trained, served, options.recipe, format=FORMAT)
+        convert(trained, served, **served_by, activations=None if inputs is None else Activations.of(inputs))
         loaded = AutoModelForCausalLM.from_pretrained(served, dtype=torch.bfloat16)
         tokens = counting(8)
         with torch.no_grad():

@@ -92,6 +92,9 @@ _LAZY = {
     "parity": "fp4kit.contract.parity",
     "quantize_static": "fp4kit.ops.amax",
     "save": "fp4kit.storage.quantized_file",
+    "serving": "fp4kit.contract.engines",
+    "servings": "fp4kit.contract.engines",
+    "Serving": "fp4kit.contract.engines",
 }
 
 if TYPE_CHECKING:
@@ -99,6 +102,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from fp4kit.contract.compare_layer import LayerParity, Parity
+    from fp4kit.contract.engines import Serving, serving, servings
     from fp4kit.contract.parity import parity
     from fp4kit.contract.schema import Contract, ContractDiff
     from fp4kit.ops.amax import quantize_static
@@ -191,6 +195,7 @@ __all__ = [
     "Recipe",
     "RecipeComparison",
     "Requantized",
+    "Serving",
     "Shard",
     "Unit",
     "amax",
@@ -232,6 +237,8 @@ __all__ = [
     "rotate",
     "save",
     "search_scales",
+    "serving",
+    "servings",
     "set_num_threads",
     "specification",
     "swizzle",

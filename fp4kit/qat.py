@@ -21,6 +21,7 @@ from fp4kit.checkpoint.plan.layer_recipes import experts_only
 from fp4kit.checkpoint.plan.request import Request
 from fp4kit.checkpoint.selection import selection
 from fp4kit.checkpoint.selection.names import adapter_tensor, partly_converted, shared_amax_groups, unwrapped
+from fp4kit.contract.engines import Serving, serving_of
 from fp4kit.recipes import Recipe, recipe_of
 from fp4kit.recipes.schema import as_stored
 from fp4kit.storage.files import CheckpointError
@@ -84,6 +85,7 @@ class QatChoice:
         parameters: wildcards of parameter names. Other parameters stay unquantized.
         exclude: wildcards of parameters that stay unquantized.
         include: wildcards of parameters that are quantized although the converter leaves them unquantized.
+        serving: the record of the engine that will serve the model; None if the user names no engine.
     """
 
     op: str
@@ -94,6 +96,12 @@ class QatChoice:
     parameters: tuple[str, ...] = ("*",)
     exclude: tuple[str, ...] = ()
     include: tuple[str, ...] = ()
+    serving: Serving | None = None
+
+    @classmethod
+    def of_engine(cls, op: str, row: Serving, config: Any, **patterns: Any) -> QatChoice:
+        """Check the arguments of fp4kit.torch.fake_quantize_model with an engine, and return them as a QatChoice."""
+        return replace(cls.of(op, row.weights, row.format, config, row.served_dtype, **patterns), serving=row)
 
     @classmethod
     def of(
@@ -109,7 +117,24 @@ class QatChoice:
         dtype = None if served_dtype is None else str(getattr(served_dtype, "__name__", served_dtype))
         if dtype is not None and (dtype := dtype.removeprefix("torch.")) not in _SAFETENSORS:
             raise ValueError(f"{op}: served_dtype is {served_dtype!r:.60}; needs one of {', '.join(_SAFETENSORS)}")
-        return cls(op, found, format, config, dtype, **{name: tuple(given) for name, given in patterns.items()})
+        wildcards: dict[str, Any] = {name: tuple(given) for name, given in patterns.items()}
+        return cls(op, found, format, config, dtype, **wildcards)
+
+
+def engine_of(op: str, engine: Any, scheme: Any, route: Any, inputs: Any, given: Mapping[str, Any]) -> Serving:
+    """Return the record for the arguments engine, scheme and route of fake_quantize_model.
+
+    inputs: the argument of this name. given: the arguments that the record replaces, of which none may be given.
+    """
+    wrong = [name for name, value in given.items() if value is not None]
+    if wrong:
+        raise TypeError(f"{op}: {', '.join(wrong)} cannot be given with an engine, which determines it; leave it out")
+    row = serving_of(op, engine, scheme, route, None)
+    if (inputs is None) == (row.input_scales == "static"):
+        why = f"{row} reads stored input scales; pass inputs=collector, of fp4kit.torch.collect"
+        why = why if inputs is None else f"{row} stores no input scales; leave inputs out"
+        raise ValueError(f"{op}: {why}")
+    return row
 
 
 @dataclass(frozen=True)
@@ -167,6 +192,7 @@ def make_plan(choice: QatChoice, weights: Sequence[TrainedWeight]) -> QatPlan:
         if fault:
             raise ValueError(f"{choice.op}: {fault}")
     shares = form.has_tensor_scale if form is not None else choice.recipe.tensor_scaling == "tensor"
+    shares = shares if choice.serving is None else choice.serving.shares_amax
     groups = shared_amax_groups(row.layer for row in selected) if shares else {}
     _warn_of_halves(choice.op, rows)
     rows = [
@@ -180,6 +206,8 @@ def make_plan(choice: QatChoice, weights: Sequence[TrainedWeight]) -> QatPlan:
 
 def _form_for(choice: QatChoice) -> tuple[Container | None, str]:
     """Return (container, ""), with the container in which `fp4kit convert` would store the trained model."""
+    if choice.serving is not None and not choice.serving.container:
+        return None, f"{choice.serving.engine} quantizes the weights itself"
     try:
         return Request(choice.recipe, choice.format).form_for(choice.config or {}), ""
     except CheckpointError as error:

@@ -41,6 +41,7 @@ DOCS = (
     "recipes",
     "scale-search",
     "guides/matmul",
+    "guides/train-and-serve",
 )
 PAGES = (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in DOCS))
 RESULTS = ROOT / "benchmarks" / "results"
@@ -188,6 +189,29 @@ def _families_alike(container: str) -> list[list[str]]:
     return [families for cells, families in groups.items() if any(each.how or each.note for each in cells)]
 
 
+ENGINE_COLUMNS = ("engine", "scheme", "weights", "decoded to", "activations", "input scales", "product", "evidence")
+
+
+def engines() -> str:
+    """Return the table of what engines compute, and below it what each promise needs."""
+    rows, needs = [], defaultdict(list)
+    for row in fp4kit.servings():
+        form = f" in {row.container}" if row.container else ", quantized by the engine"
+        evidence = (
+            row.evidence if row.evidence == row.product_evidence else f"{row.evidence}; product {row.product_evidence}"
+        )
+        name = f"{row.engine}{f', {row.route}' if row.route else ''}"
+        inputs = "-" if row.activations is None else f"`{row.activations.id}`"
+        product = "in PyTorch" if row.product == "torch" else f"`{row.product}`"
+        dtype = row.served_dtype or "that of the model"
+        rows.append(
+            (name, row.scheme, f"`{row.weights.id}`{form}", dtype, inputs, row.input_scales or "-", product, evidence)
+        )
+        needs[row.needs].append(f"{name} {row.version} ({'CPU' if row.device == 'cpu' else 'GPU'})")
+    below = [f"- {', '.join(dict.fromkeys(names))}: {text}." for text, names in needs.items()]
+    return markdown(ENGINE_COLUMNS, rows) + "\n\n" + "\n".join(below) + "\n"
+
+
 OPTION_COLUMNS = ("option", "what it does")
 
 
@@ -274,6 +298,7 @@ ALL = (
     uncovered,
     units,
     accumulation,
+    engines,
 )
 PARTS = {one.__name__: one for one in ALL}
 

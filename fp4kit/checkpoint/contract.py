@@ -48,6 +48,7 @@ SERVER = (
     "kv_layout",
     "unit",
 )  # settings of the server, not of a checkpoint
+OF_ENGINES = ("activations", "input_scales", "served_dtype", "unit")  # those that an engine and a scheme determine
 
 
 def contract_of_plan(plan: Plan) -> Contract:
@@ -56,7 +57,10 @@ def contract_of_plan(plan: Plan) -> Contract:
     if plan.form is not None and not plan.carries_some_codes:
         recipe = plan.recipe if plan.recorded == plan.recipe.id else RECIPES.get(plan.recorded)
     has_static = plan.has_input_scale and all(form.name in plan.input_scaled for form in plan.layers_of_forms)
+    row = plan.request.serving
     unknown = [name for name in SERVER if name != "input_scales" or not has_static]
+    served: dict[str, Any] = {} if row is None else {name: getattr(row.contract, name) for name in OF_ENGINES}
+    unknown = [name for name in unknown if name not in served]
     if plan.form is not None and (recipe is None or any(id not in RECIPES for _, id in patterns)):
         unknown += ["weights", "patterns"] if patterns else ["weights"]
         recipe, patterns = None, []
@@ -72,7 +76,7 @@ def contract_of_plan(plan: Plan) -> Contract:
         patterns=tuple((pattern, RECIPES[id]) for pattern, id in patterns),
         excluded=tuple(_unquantized(plan)),
         shared_amax=tuple(_shared_leaves(converted)) if shares else (),
-        input_scales="static" if has_static else None,
+        **{"input_scales": "static" if has_static else None, **served},
         hadamard=None if rotation is None else rotation.size,
         hadamard_signs=signs_of(rotation),
         scale_search=None if search is None else search.label,

@@ -30,6 +30,7 @@ _GROUPS = {
         "verify": ("verify", "check the files, config and bytes of a checkpoint"),
         "compare": ("verify", "show where two checkpoints differ"),
         "parity": ("verify", "check that trainer and server compute with equal bits"),
+        "contract": ("verify", "show what an engine or a checkpoint computes"),
     },
     "find out": {
         "inspect": ("identify", "list the tensors and layers of a checkpoint"),

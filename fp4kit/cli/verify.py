@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
-from dataclasses import asdict, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,9 @@ from fp4kit.cli.conversion_summary import verified_serve_command
 from fp4kit.cli.convert import WHERE, activations_of, devices_of, flags_of, recipes_of
 from fp4kit.cli.output import Output, shape_text
 from fp4kit.contract.compare_layer import COLUMNS, Parity
+from fp4kit.contract.engines import Serving, serving_of, servings
 from fp4kit.contract.parity import parity
+from fp4kit.contract.schema import Contract
 from fp4kit.storage.files import CheckpointError, shown
 
 
@@ -179,10 +181,11 @@ def _parity(args: argparse.Namespace, out: Output) -> int:
     """Run the command parity."""
     names = ("weights", "inputs", "kv", "elements", "layers", "seconds")
     try:
-        found = parity(args.train, args.rollout, **{name: getattr(args, name) for name in names})
+        options = {name: getattr(args, name) for name in (*names, "engine", "scheme")}
+        found = parity(args.train, args.rollout, **options)
     except TypeError as error:
         raise CheckpointError(str(error)) from None
-    out.document("parity/1", {"train": args.train, "rollout": args.rollout, **_parity_body(found)})
+    out.document("parity/1", {"train": args.train, "rollout": args.rollout or args.engine, **_parity_body(found)})
     out.line(found.verdict)
     out.table(tuple(COLUMNS), [tuple(map(shown, row)) for row in found.rows()])
     for layer in found.examples:
@@ -202,6 +205,39 @@ def _parity_body(found: Parity) -> dict[str, Any]:
     contracts = None if found.contracts is None else asdict(found.contracts)
     facts = {name: getattr(found, name) for name in ("equal", "verdict", "sampled", "missing", "exclusions", "notes")}
     return {**facts, "contracts": contracts, "layers": layers}
+
+
+def _contract(args: argparse.Namespace, out: Output) -> int:
+    """Run the command contract."""
+    ways = {"PATH": args.path, "--engine": args.engine, "--list": args.list}
+    given = [name for name, value in ways.items() if value]
+    if len(given) != 1:
+        raise CheckpointError(f"got {' and '.join(given) or 'none'} of {', '.join(ways)}; give one of them")
+    if args.list:
+        rows = [_serving_row(row) for row in servings()]
+        out.records(rows, {name: f"{{{name}}}" for name in _SHOWN_OF_ENGINES})
+        out.document("engines/1", {"engines": rows})
+        return DONE
+    row = serving_of("contract", args.engine, args.scheme, args.route, args.format) if args.engine else None
+    found = Contract.of(args.path) if row is None else row.contract
+    if args.out is not None:
+        found.save(args.out)
+    facts = {} if row is None else _serving_row(row)
+    out.lines(map(shown, str(found).splitlines()))
+    out.lines(f"{name}: {facts[name]}" for name in ("version", "device", "product", "evidence", "needs") if facts)
+    out.document("contract/1", {"contract": found.as_data(), "serving": facts or None})
+    return DONE
+
+
+_SHOWN_OF_ENGINES = ("engine", "scheme", "route", "format", "weights", "activations", "product", "evidence")
+
+
+def _serving_row(row: Serving) -> dict[str, Any]:
+    """Return a record of an engine as an object of JSON, with the ids of its recipes."""
+    found: dict[str, Any] = {one.name: getattr(row, one.name) for one in fields(row)}
+    found |= {name: getattr(found[name], "id", "") for name in ("weights", "activations")}
+    evidence = f"{row.evidence}, product {row.product_evidence}"
+    return {**found, "format": row.format or "", "evidence": evidence, "input_scales": row.input_scales or ""}
 
 
 def _reconcile(args: argparse.Namespace, out: Output) -> int:
@@ -234,6 +270,26 @@ _OF_ACTIVATIONS = _FILES.help.replace(
 )
 
 COMMANDS = {
+    "contract": Command(
+        _contract,
+        "Show what an engine computes in a quantized linear layer, or the contract of a checkpoint: the recipes of"
+        " weights and activations, the dtype of decoded weights, and the product. Exit codes: 0; 2 an error, such as"
+        " an engine or a scheme that fp4kit does not know.",
+        {
+            "fp4kit contract --list": "list engines and schemes",
+            "fp4kit contract --engine transformers --scheme nvfp4-w4a4": "show what transformers computes",
+            "fp4kit contract Llama-NVFP4": "show the contract of a checkpoint",
+        },
+        [
+            path_flag("path", "PATH", f"checkpoint or contract to show: {_KINDS}", nargs="?"),
+            flag("--list", "list what is known of engines", action="store_true"),
+            flag("--engine", "the name of an engine, such as transformers", metavar="ENGINE"),
+            flag("--scheme", "the formats of weights and activations, such as nvfp4-w4a4", metavar="SCHEME"),
+            flag("--route", "how the engine loads or computes, as --list shows it (default: the first)"),
+            flag("--format", "the format of the checkpoint, as --list shows it (default: the first)"),
+            flag("--out", "write the contract to this file, for `fp4kit parity`", type=Path, metavar="FILE"),
+        ],
+    ),
     "verify": Command(
         _verify,
         "Check the files of a checkpoint against its manifest, and its scales and configs against what"
@@ -303,11 +359,19 @@ COMMANDS = {
         {
             "fp4kit parity train.json Llama-NVFP4 --weights Llama": "compare a trainer's contract with a checkpoint",
             "fp4kit parity train.json rollout.json": "compare two contracts on random numbers",
+            "fp4kit parity train.json --engine transformers --scheme nvfp4-w4a4": "compare a trainer with an engine",
             "fp4kit parity train-logits.safetensors rollout-logits.safetensors": "compare logits bit by bit",
         },
         [
             path_flag("train", "TRAIN", f"the side of the trainer: {_KINDS}"),
-            path_flag("rollout", "ROLLOUT", f"the side of the rollout engine: {_KINDS}"),
+            path_flag("rollout", "ROLLOUT", f"the side of the rollout engine: {_KINDS}", nargs="?"),
+            flag(
+                "--engine",
+                "the rollout engine, such as transformers, with --scheme. It states how ROLLOUT is computed; without"
+                " ROLLOUT, its contract is the side of the rollout",
+                metavar="ENGINE",
+            ),
+            flag("--scheme", "with --engine: what it computes, such as nvfp4-w4a4", metavar="SCHEME"),
             flag(
                 "--weights",
                 "the unquantized model. Contracts are applied to it, and it shows at which step of the arithmetic bytes"

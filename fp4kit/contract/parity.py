@@ -20,6 +20,7 @@ from fp4kit.arithmetic import ieee
 from fp4kit.contract import compare_layer, faults
 from fp4kit.contract import sides as side_rows
 from fp4kit.contract.compare_layer import INPUTS_DIFFER, Kind, LayerParity, Parity, counted
+from fp4kit.contract.engines import serving_of
 from fp4kit.contract.schema import Contract
 from fp4kit.contract.sides import (
     NO_CONTRACT,
@@ -53,7 +54,7 @@ _HEAD_DIM = 128  # columns of random keys and values
 @ieee(OP)
 def parity(
     train: SideLike,
-    rollout: SideLike,
+    rollout: SideLike | None = None,
     *,
     weights: str | Path | Mapping[str, Any] | None = None,
     inputs: str | Path | Mapping[str, Any] | None = None,
@@ -61,6 +62,8 @@ def parity(
     elements: int = 1 << 18,
     layers: int | None = None,
     seconds: float | None = None,
+    engine: str | None = None,
+    scheme: str | None = None,
 ) -> Parity:
     """Check that a trainer and a rollout engine compute with equal bits, and name the first step that differs.
 
@@ -83,7 +86,7 @@ def parity(
 
     Args:
         train: the side of the trainer.
-        rollout: the side of the rollout engine.
+        rollout: the side of the rollout engine; None for the contract of `engine` alone.
         weights: the unquantized weights, by layer, or a path to them. A contract or a function without tensors needs
             them. They are also needed to name the steps behind differing bytes. If both sides are contracts, None
             stands for random weights.
@@ -101,6 +104,8 @@ def parity(
             layer is begun after this time; one layer is always compared. Other tensors are compared first, in at most
             half of the time. `notes` of the result says what was left out, and with which chance the sample misses a
             fault (Numerics). None for no limit.
+        engine, scheme: the engine of the rollout, such as "transformers" and "nvfp4-w4a4", as in fp4kit.serving. Its
+            contract states how the tensors of `rollout` are computed with.
 
     Returns:
         A Parity. `equal` is True if both sides have all layers and all compared bits are equal, and if the exclusion
@@ -155,6 +160,11 @@ def parity(
         raise TypeError(f"{OP}: seconds is {seconds!r:.60}; needs a number or None")
     if seconds is not None and not seconds >= 0:
         raise ValueError(f"{OP}: seconds is {seconds:g}; needs 0 or more")
+    if engine is not None or scheme is not None:
+        served = serving_of(OP, engine, scheme).contract
+        rollout = served if rollout is None else (served, rollout)
+    if rollout is None:
+        raise TypeError(f"{OP}: rollout is None; needs a side, or an engine and a scheme")
     sides = side_rows.side_of("train", train), side_rows.side_of("rollout", rollout)
     source = side_rows.source_of("weights", weights)
     check = _Check(sides, source, side_rows.source_of("inputs", inputs), elements)

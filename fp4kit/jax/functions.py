@@ -18,6 +18,7 @@ from fp4kit.call.inputs import AbstractArray
 from fp4kit.call.inputs import check_seed as check_seed_range
 from fp4kit.call.linear import OP, LinearSettings
 from fp4kit.call.parse import QuantizeOptions, backward_call, check_float, each, fake_call, quantize_call
+from fp4kit.contract.engines import linear_recipes
 from fp4kit.jax.calls import is_traced, like, outline, traced
 from fp4kit.ops.grouped import check_stack, per_tensor
 from fp4kit.ops.quantize import check_rounding, clip_amax
@@ -400,7 +401,7 @@ class StaticLinear(NamedTuple):
 def linear(
     x: Any,
     w: Any,
-    recipe_x: str | Recipe,
+    recipe_x: str | Recipe | None = None,
     recipe_w: str | Recipe | None = None,
     *,
     unit: str | Unit = "sm100",
@@ -410,6 +411,8 @@ def linear(
     rounding: RoundingMode = "nearest",
     seed: Any = None,
     hadamard: Hadamard = False,
+    engine: str | None = None,
+    scheme: str | None = None,
 ) -> jax.Array:
     """Return y = x w^T, with both operands quantized and multiplied as a GPU's matrix unit does. Differentiable.
 
@@ -447,8 +450,8 @@ def linear(
         x: float32, float16 or bfloat16 array (..., K) of JAX or NumPy.
         w: float32, float16 or bfloat16 array (N, K); or a Quantized of JAX arrays with blocks along K, which gets no
             gradient.
-        recipe_x: the recipe of x.
-        recipe_w: the recipe of w; None if w is a Quantized.
+        recipe_x: the recipe of x; None if an engine is given.
+        recipe_w: the recipe of w; None if w is a Quantized or an engine is given.
         unit: a Unit or its id, as in fp4kit.matmul.
         out_dtype: float32, float16 or bfloat16; None for the dtype of x.
         backward: "straight-through", "high-precision" or "quantized".
@@ -458,6 +461,8 @@ def linear(
             pass another one in every training step.
         hadamard: True transforms both operands of the gradient of w along M, as in fp4kit.quantize. "no_signs" leaves
             out the random signs.
+        engine, scheme: an engine and what it computes, such as "FlashInfer" and "nvfp4-w4a4", as in fp4kit.serving.
+            They determine both recipes and the unit.
 
     Returns:
         A new array (..., N) of out_dtype, on the device of x.
@@ -466,6 +471,7 @@ def linear(
         TypeError: x or w is not an array of JAX or NumPy, or its dtype is not one of the three above.
         TypeError: recipe_w is missing for an unquantized w, or another argument has the wrong type.
         ValueError: an argument is unknown or contradicts another, such as a seed for "straight-through".
+        ValueError: the engine does not multiply by a matrix unit, or reads stored input scales.
         ValueError: w is a Quantized, for "high-precision".
         ValueError: lengths do not fit each other or a recipe, or the unit has no instruction for two of the recipes.
             For "quantized", M and N are lengths of quantized axes too, and a Quantized w needs square blocks.
@@ -490,6 +496,9 @@ def linear(
         4.0
     """
     x = as_jax(OP, x)
+    if engine is not None or scheme is not None:
+        recipe_x, of_w, unit = linear_recipes(OP, engine, scheme, recipe_x, recipe_w)
+        recipe_w = None if isinstance(w, Quantized) else of_w
     weight, shape = None, None
     if isinstance(w, Quantized):
         linear_call.check_weight(w)

@@ -16,6 +16,7 @@ from fp4kit.arrays.returns import numpy_dtype
 from fp4kit.call.inputs import check_seed
 from fp4kit.call.linear import OP, check_weight
 from fp4kit.call.parse import check_hadamard
+from fp4kit.contract.engines import linear_recipes
 from fp4kit.formats import FLOATS
 from fp4kit.ops.grouped import check_stack, per_tensor
 from fp4kit.quantized.container import Quantized, check_is_quantized
@@ -42,6 +43,13 @@ def _spec(recipe: Any) -> str:
 def _torch_dtype(dtype: Any) -> torch.dtype:
     """Return the PyTorch dtype that corresponds to the NumPy dtype float32, float16 or bfloat16."""
     return TORCH[np.dtype(dtype)]
+
+
+@torch._dynamo.assume_constant_result
+def _of_engine(*arguments: Any) -> tuple[str, str, str]:
+    """Return what linear_recipes returns, as the strings that operators take."""
+    recipe_x, recipe_w, unit = linear_recipes(*arguments)
+    return to_spec(recipe_x), to_spec(recipe_w), unit_to_spec(unit)
 
 
 def named_recipe(recipe: str | Recipe) -> str:
@@ -327,7 +335,7 @@ def _dtype_name(dtype: Any) -> str:
 def linear(
     x: Tensor,
     w: Tensor | Quantized,
-    recipe_x: str | Recipe,
+    recipe_x: str | Recipe | None = None,
     recipe_w: str | Recipe | None = None,
     *,
     unit: str | Unit = "sm100",
@@ -337,6 +345,8 @@ def linear(
     rounding: RoundingMode = "nearest",
     seed: Any = None,
     hadamard: Hadamard = False,
+    engine: str | None = None,
+    scheme: str | None = None,
 ) -> Tensor:
     """Return y = x w^T with both operands quantized and multiplied as a matrix unit does. Differentiable.
 
@@ -375,8 +385,8 @@ def linear(
         x: float32, float16 or bfloat16 tensor (..., K).
         w: float32, float16 or bfloat16 tensor (N, K); or a Quantized of tensors with blocks along K, which gets no
             gradient.
-        recipe_x: the recipe of x.
-        recipe_w: the recipe of w; None if w is a Quantized.
+        recipe_x: the recipe of x; None if an engine is given.
+        recipe_w: the recipe of w; None if w is a Quantized or an engine is given.
         unit: a Unit or its id, as in fp4kit.matmul.
         out_dtype: torch.float32, torch.float16 or torch.bfloat16; None for the dtype of x.
         backward: "straight-through", "high-precision" or "quantized".
@@ -386,6 +396,8 @@ def linear(
             another one in every training step.
         hadamard: True transforms both operands of the gradient of w along M, as in fp4kit.quantize. "no_signs" leaves
             out the random signs.
+        engine, scheme: an engine and what it computes, such as "FlashInfer" and "nvfp4-w4a4", as in fp4kit.serving.
+            They determine both recipes and the unit.
 
     Returns:
         A new tensor (..., N) of out_dtype, on the device of x.
@@ -394,6 +406,7 @@ def linear(
         TypeError: x or w is not a tensor, or its dtype is not one of the three above.
         TypeError: recipe_w is missing for an unquantized w, or another argument has the wrong type.
         ValueError: an argument is unknown or contradicts another, such as a seed for "straight-through".
+        ValueError: the engine does not multiply by a matrix unit, or reads stored input scales.
         ValueError: w is a Quantized, for "high-precision".
         ValueError: lengths do not fit each other or a recipe, or the unit has no instruction for two of the recipes.
             For "quantized", M and N are lengths of quantized axes too, and a Quantized w needs square blocks.
@@ -420,6 +433,9 @@ def linear(
     """
     check_tensor(OP, x)
     check_hadamard(OP, hadamard)
+    if engine is not None or scheme is not None:
+        recipe_x, of_w, unit = _of_engine(OP, engine, scheme, recipe_x, recipe_w)
+        recipe_w = None if isinstance(w, Quantized) else of_w
     weight, layout, codes, scales = "", "", w, (None, None)
     if isinstance(w, Quantized):
         check_weight(w)

@@ -19,7 +19,7 @@ from fp4kit.arrays.imports import is_distributed
 from fp4kit.checkpoint.selection.names import adapter_tensor
 from fp4kit.checkpoint.selection.selection import CONV1D
 from fp4kit.contract.schema import ServedDtype
-from fp4kit.qat import QatChoice, QatPlan, QuantizedNames, TrainedWeight, make_plan, similar
+from fp4kit.qat import QatChoice, QatPlan, QuantizedNames, TrainedWeight, engine_of, make_plan, similar
 from fp4kit.recipes import Recipe
 from fp4kit.recipes.table import to_spec
 from fp4kit.torch import adapters as peft_layers
@@ -47,6 +47,10 @@ def fake_quantize_model(
     adapters: Adapters = "base",
     served_dtype: ServedDtype | torch.dtype | None = None,
     settings: FakeQuantSettings | None = None,
+    engine: str | None = None,
+    scheme: str | None = None,
+    route: str | None = None,
+    inputs: Any = None,
 ) -> list[str]:
     """Fake-quantize the weights of a model, so that it trains with the values that the converted checkpoint serves.
 
@@ -93,6 +97,10 @@ def fake_quantize_model(
         served_dtype: the dtype to which loaders decode the weights, such as "bfloat16". The decoded values are rounded
             once to this dtype, and kept in the dtype of the parameter. None for the dtype of the parameter.
         settings: a FakeQuantSettings, in place of `recipe`.
+        engine, scheme, route: the engine that will serve the model, such as "transformers" and "nvfp4-w4a4", as in
+            fp4kit.serving. They determine recipe, format, activations and served_dtype, which must be None.
+        inputs: with an engine that reads stored input scales: a Collector of fp4kit.torch.collect, or a dict of layer
+            -> amax, as input_amaxes.
 
     Returns:
         The names of the parameters that are now fake-quantized; [] for settings without a recipe. print() of the result
@@ -105,8 +113,10 @@ def fake_quantize_model(
 
     Raises:
         TypeError: an argument has the wrong type, or the model is sharded by fully_shard.
-        TypeError: settings come with a recipe or another option, or input_amaxes without activations.
+        TypeError: settings come with a recipe or another option, or input_amaxes without activations. Or an engine
+            comes with an option that it determines.
         ValueError: a wildcard matches no parameter, or no parameter is left to quantize. The message lists names.
+        ValueError: fp4kit.servings() has no such engine, scheme or route; or inputs are missing, or not used by it.
         ValueError: the recipe or the format is unknown, the format cannot store the recipe, or a parameter is already
             fake-quantized or does not fit the recipe. After any error the model is unchanged.
         ValueError: activations are given, but no torch.nn.Linear is quantized, or input_amaxes has no amax for one of
@@ -144,6 +154,20 @@ def fake_quantize_model(
         check_kind(OP, "settings", settings, FakeQuantSettings)
         if recipe is not None:
             raise TypeError(f"{OP}: recipe and settings are both given; needs one of them")
+    if engine is not None or scheme is not None or route is not None or inputs is not None:
+        if engine is None:
+            raise TypeError(f"{OP}: scheme, route or inputs is given without an engine; pass engine='transformers' too")
+        replaced: dict[str, Any] = {
+            "recipe": recipe,
+            "settings": settings,
+            "format": format,
+            "activations": activations,
+        }
+        replaced |= {"input_amaxes": input_amaxes, "served_dtype": served_dtype}
+        row = engine_of(OP, engine, scheme, route, inputs, replaced)
+        activations, input_amaxes, recipe = row.activations, inputs, row.weights
+    else:
+        row = None
     given = recipe if settings is None else settings
     if isinstance(given, FakeQuantSettings):
         options = {"format": format, "activations": activations, "input_amaxes": input_amaxes, "config": config}
@@ -160,7 +184,10 @@ def fake_quantize_model(
     _check_not_fsdp(model)
     config = stored.config_of(model) if config is None else config
     wildcards = {"parameters": parameters, "exclude": exclude, "include": include}
-    choice = QatChoice.of(OP, given, format, config, served_dtype, **wildcards)
+    if row is not None:
+        choice = QatChoice.of_engine(OP, row, config, **wildcards)
+    else:
+        choice = QatChoice.of(OP, given, format, config, served_dtype, **wildcards)
     return _by_plan(model, choice, pass_through, (activations, input_amaxes), adapters)
 
 

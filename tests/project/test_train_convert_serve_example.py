@@ -33,6 +33,6 @@ def test_the_trained_model_is_the_served_one(run):
 
 def test_another_recipe_is_noticed(run, monkeypatch):
     convert = run.module.convert
-    monkeypatch.setattr(run.module, "convert", lambda a, b, recipe, **kw: convert(a, b, "nvfp4-flashinfer", **kw))
+    monkeypatch.setattr(run.module, "convert", lambda a, b, **kw: convert(a, b, "nvfp4-flashinfer", **kw))
     with pytest.raises(SystemExit, match=r"^the trained and the served model differ: model.layers.0.self_attn."):
-        run("--steps", "4", "--recipe", "nvfp4-te")
+        run("--steps", "4", "--scheme", "nvfp4-w4a16")

@@ -225,7 +225,8 @@ def _compressed_group(form: Container, has_input_scale: bool) -> dict[str, Any]:
         common |= {"group_size": form.group_size, "strategy": "tensor_group" if form is table.CT_NVFP4 else "group"}
         scales = {"scale_dtype": "torch.float8_e4m3fn" if form is table.CT_NVFP4 else "torch.uint8"}
         weights = {**common, "dynamic": False, **scales}
-        if form is table.CT_MXFP8:  # vLLM supports MXFP8 only with dynamic activations
+        if form is table.CT_MXFP8 or (form is table.CT_MXFP4 and has_input_scale):
+            # vLLM supports MXFP8 only with dynamic activations, and MXFP4 has no scale of inputs to store.
             inputs = {**common, "dynamic": True, **scales}
         elif has_input_scale:
             inputs = {**common, "dynamic": "local", **scales, "observer": "static_minmax"}

@@ -255,6 +255,7 @@ def convert(
         adapter: the directory of a LoRA adapter whose updates are added to the weights first; None for none.
         adapter_scales: "nearest", "base" or "new": the block scales of quantized layers with an update.
         allow_loss: True to write layers even if they lose their values.
+        engine, scheme: the engine that will serve the model and a scheme of fp4kit.servings(); None for none.
 
     The function make_plan describes ``recipe``, ``format`` and all later arguments in full.
 

@@ -331,6 +331,11 @@ def make_plan(source: str | Path, recipe_id: str | Recipe | None = None, **optio
     if recipe_id is None and options.get("search") is not None:
         recipe_id = SEARCH_RECIPE
     request = Request.of(recipe(DEFAULTS[0] if recipe_id is None else recipe_id), options)
+    row = request.serving
+    if row is not None:
+        recipe_id = row.weights if recipe_id is None else recipe_id
+        why = request.chosen or f"the weights of {row.engine} {row.scheme}"
+        request = replace(request, recipe=recipe(recipe_id), format=row.format, chosen=why)
     codes = options.get("codes")
     if request.adapter is not None and codes is not None:
         raise CheckpointError("--adapter: codes of another model have no update; leave --codes out")

@@ -601,7 +601,9 @@ def configs(plan: Plan) -> dict[str, dict[str, Any]]:
         declared, beside = mixed_declarations(plan.layers_of_forms, plan.ignore, plan.input_scaled, own)
     else:
         layers = plan.layers_of_forms.get(plan.form, [])
-        declared, beside = declarations(plan.form, plan.ignore, plan.has_input_scale, own, layers)
+        row = plan.request.serving
+        quantizes_inputs = plan.has_input_scale or (row is not None and row.activations is not None)
+        declared, beside = declarations(plan.form, plan.ignore, quantizes_inputs, own, layers)
     if plan.format == "deepseek-v4":  # layers in FP8 stay as they are
         tiles = declared_in(plan.config).get("weight_block_size")
         declared |= {"weight_block_size": tiles} if tiles else {}

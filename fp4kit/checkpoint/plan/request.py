@@ -25,6 +25,7 @@ from fp4kit.checkpoint.plan.layer_recipes import LayerQuantization, Mixture, ggu
 from fp4kit.checkpoint.plan.other_models import ADAPTER_SCALES, LoraAdapter
 from fp4kit.checkpoint.plan.scale_search import SEARCH_RECIPE, Activations, ScaleSearch
 from fp4kit.checkpoint.selection.selection import PRESETS, Wishes, check_diffusers
+from fp4kit.contract.engines import Serving, serving_of
 from fp4kit.formats import FLT_MAX, FLT_MIN
 from fp4kit.recipes import RECIPES, Recipe, recipe, several
 from fp4kit.recipes.rules import NOISE_STOCHASTICS
@@ -99,6 +100,8 @@ class RequestOptions(TypedDict, total=False):
     adapter: str | Path | None
     adapter_scales: str
     allow_loss: bool
+    engine: str | None
+    scheme: str | None
 
 
 @dataclass(frozen=True)
@@ -367,6 +370,24 @@ class Request:
             action="store_true",
         ),
     )
+    engine: str | None = option(
+        None,
+        flag(
+            "--engine",
+            "the engine that will serve DST, such as transformers. With --scheme, it determines recipe and format"
+            " unless they are given, and whether the config declares quantized inputs; `fp4kit contract --list` lists"
+            " engines",
+            metavar="ENGINE",
+        ),
+    )
+    scheme: str | None = option(
+        None,
+        flag(
+            "--scheme",
+            "with --engine: the formats of weights and activations, such as nvfp4-w4a4",
+            metavar="SCHEME",
+        ),
+    )
     made_by: str = ""
     chosen: str = ""
     follows_layers: bool = False
@@ -402,6 +423,18 @@ class Request:
         return None if self.hadamard is None else WeightRotation.drawn(self.hadamard, self.hadamard_seed)
 
     @property
+    def serving(self) -> Serving | None:
+        """What the engine computes that will serve the model; None if the user names no engine."""
+        if self.engine is None and self.scheme is None:
+            return None
+        if self.engine is None:
+            raise CheckpointError(f"--scheme {shown(str(self.scheme))}: needs an engine; add --engine transformers")
+        row = serving_of("convert", self.engine, self.scheme, None, self.format)
+        if not row.container:
+            raise CheckpointError(f"--engine {row}: quantizes the weights itself, so there is no checkpoint to write")
+        return row
+
+    @property
     def gives_input_scales(self) -> bool:
         """True if the user gives an input scale for all layers, or activations from which input scales are computed."""
         return self.input_scale is not None or self.activations is not None
@@ -413,7 +446,12 @@ class Request:
         return self.made_by if self.codes else self.recipe.id
 
     def __post_init__(self) -> None:
-        for fault in (*self._faults(), *self._faults_of_adapter(), *self._faults_of_rotation()):
+        for fault in (
+            *self._faults(),
+            *self._faults_of_engine(),
+            *self._faults_of_adapter(),
+            *self._faults_of_rotation(),
+        ):
             if isinstance(fault, tuple):
                 raise CheckpointError(": ".join(fault))
 
@@ -445,6 +483,15 @@ class Request:
         yield not is_size and ("split_max_size", f"got {size!r}; a positive number of bytes is needed")
         text = "are given with an input scale for all layers; use only one of them"
         yield scale is not None and self.activations is not None and ("activations", text)
+
+    def _faults_of_engine(self) -> Iterator[Fault]:
+        row = self.serving
+        if row is not None:
+            is_static = row.input_scales == "static"
+            text = "reads stored input scales; add --activations FILE, or --input-scale X"
+            yield is_static and not self.gives_input_scales and (f"--engine {row}", text)
+            text = "stores no input scales; leave --activations and --input-scale out"
+            yield not is_static and self.gives_input_scales and (f"--engine {row}", text)
 
     def _faults_of_adapter(self) -> Iterator[Fault]:
         name, is_given = f"adapter scales {self.adapter_scales}", self.adapter is not None

@@ -34,6 +34,8 @@ DEFAULTS = {
     "adapter": None,
     "adapter_scales": "nearest",
     "allow_loss": False,
+    "engine": None,
+    "scheme": None,
 }
 
 

@@ -1,0 +1,390 @@
+"""List what each engine computes in a quantized linear layer, as a table of records, and return a record as a Contract.
+
+A scheme, such as "nvfp4-w4a4", is the formats of weights and of activations. One engine may compute a scheme in several
+ways: from checkpoints of several formats, by several kernels, or by several ways of loading. Each is a row of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import cache
+from typing import Any, Literal, NamedTuple
+
+from fp4kit.arguments import as_word
+from fp4kit.contract.schema import Contract, ServedDtype
+from fp4kit.recipes import Recipe, recipe
+from fp4kit.units import UNITS, Unit
+
+Evidence = Literal["live", "recorded", "derived"]
+TORCH = "torch"  # the product of engines that multiply decoded operands by torch.nn.functional.linear
+# The layers that engines fuse, so that `fp4kit convert` gives them one tensor amax.
+FUSED = (("gate_proj", "up_proj"), ("k_proj", "q_proj", "v_proj"))
+# Settings that no engine determines, because they belong to a checkpoint or a request.
+OF_CHECKPOINTS = ("patterns", "excluded", "kv_cache", "kv_layout", "scale_search")
+
+
+@dataclass(frozen=True)
+class Serving:
+    """What one engine computes in a quantized linear layer y = x w^T.
+
+    Attributes:
+        engine, version: the name of the engine, and the version that was examined.
+        scheme: the formats of weights and activations, such as "nvfp4-w4a4" or "nvfp4-w4a16".
+        route: how the engine loads or computes; "" for its default.
+        device: "cpu" or "cuda".
+        container: the container of the checkpoints that it loads; "" if it quantizes unquantized weights itself.
+        weights: the recipe of the weights. A checkpoint that another recipe made is decoded alike if it has the same
+            container.
+        served_dtype: the dtype to which weights are decoded; None for that of the model.
+        activations: the recipe of the inputs; None if they stay unquantized.
+        input_scales: "static" if the tensor scale of inputs is stored in the checkpoint, "dynamic" if each call
+            computes it, None if inputs are unquantized or have no tensor scale.
+        product: "torch" for torch.nn.functional.linear of the decoded operands in the dtype of the model; otherwise the
+            id of a fp4kit.Unit.
+        evidence: how the bits of both operands are known: "live" if tests run the engine, "recorded" if they reproduce
+            its recorded outputs, "derived" if the row was read from its source.
+        product_evidence: the same for the product.
+        needs: what else must be equal for equal outputs of a model.
+    """
+
+    engine: str
+    version: str
+    scheme: str
+    route: str
+    device: str
+    container: str
+    weights: Recipe
+    served_dtype: ServedDtype | None
+    activations: Recipe | None
+    input_scales: Literal["dynamic", "static"] | None
+    product: str
+    evidence: Evidence
+    product_evidence: Evidence
+    needs: str
+
+    @property
+    def format(self) -> str | None:
+        """The --format of `fp4kit convert` that writes the container; None if the engine loads no quantized weights."""
+        return self.container.partition(" ")[0] or None
+
+    @property
+    def shares_amax(self) -> bool:
+        """True if fused layers share one tensor amax, as in checkpoints of `fp4kit convert`."""
+        return bool(self.container) and self.weights.tensor_scaling == "tensor"
+
+    @property
+    def contract(self) -> Contract:
+        """The row as a Contract, in which the settings that belong to a checkpoint are unknown."""
+        return Contract(
+            weights=self.weights,
+            shared_amax=FUSED if self.shares_amax else (),
+            activations=self.activations,
+            input_scales=self.input_scales,
+            served_dtype=self.served_dtype,
+            unit=None if self.product == TORCH else UNITS[self.product],
+            container=self.container or None,
+            unknown=OF_CHECKPOINTS,
+        )
+
+    def __str__(self) -> str:
+        """Return the engine, scheme, route and format in one line."""
+        more = ", ".join(filter(None, (self.route, self.format and f"--format {self.format}")))
+        return f"{self.engine} {self.scheme}" + (f" ({more})" if more else "")
+
+
+class _Engine(NamedTuple):
+    """Rows of one engine that have these facts in common; see Serving.
+
+    evidence: that of the operands and that of the product.
+    rows: one line per row: scheme | container | weights | served_dtype | activations, input_scales. An empty cell
+        stands for "" or None, and "same" for the recipe of the weights.
+    """
+
+    engine: str
+    version: str
+    route: str
+    device: str
+    product: str
+    evidence: str
+    needs: str
+    rows: str
+
+
+_CONTAINERS = {
+    "ct-nvfp4": "compressed-tensors nvfp4-pack-quantized",
+    "ct-mxfp4": "compressed-tensors mxfp4-pack-quantized",
+    "ct-mxfp8": "compressed-tensors mxfp8-quantized",
+    "mo-nvfp4": "modelopt NVFP4",
+    "mo-nvfp4a16": "modelopt W4A16_NVFP4",
+    "mo-mxfp8": "modelopt MXFP8",
+}
+_IN_TORCH = "one PyTorch build and kind of CPU, one attention implementation, and the same rows per call, more than one"
+_ON_CARD = "one card and one kernel; a kernel that splits the axis of the sum adds in another order"
+_TABLE = (
+    _Engine(
+        "transformers",
+        "5.23.0 to 5.24.0, with compressed-tensors 0.20.0 to 0.20.1",
+        "",
+        "cpu",
+        TORCH,
+        "live live",
+        _IN_TORCH,
+        """
+nvfp4-w4a16 | ct-nvfp4 | nvfp4-compressed-tensors | bfloat16 |
+nvfp4-w4a4 | ct-nvfp4 | nvfp4-compressed-tensors | bfloat16 | nvfp4-compressed-tensors-static, static
+mxfp4-w4a16 | ct-mxfp4 | mxfp4-compressed-tensors | bfloat16 |
+mxfp4-w4a4 | ct-mxfp4 | mxfp4-compressed-tensors | bfloat16 | same
+mxfp8-w8a8 | ct-mxfp8 | mxfp8-compressed-tensors | bfloat16 | same
+""",
+    ),
+    _Engine(
+        "vLLM",
+        "0.33.0",
+        "",
+        "cuda",
+        "sm100",
+        "derived derived",
+        _ON_CARD,
+        """
+nvfp4-w4a4 | ct-nvfp4 | nvfp4-compressed-tensors | | nvfp4-vllm-static-divisor, static
+nvfp4-w4a4 | mo-nvfp4 | nvfp4-modelopt | | nvfp4-vllm-static, static
+nvfp4-w4a4-token | | nvfp4-vllm-online | | nvfp4-flashinfer-token
+mxfp8-w8a8 | ct-mxfp8 | mxfp8-compressed-tensors | | mxfp8-flashinfer
+mxfp8-w8a8 | mo-mxfp8 | mxfp8-modelopt | | mxfp8-flashinfer
+""",
+    ),
+    _Engine(
+        "vLLM",
+        "0.33.0",
+        "emulation",
+        "cuda",
+        TORCH,
+        "recorded recorded",
+        f"{_ON_CARD}; --linear-backend emulation; a model in bfloat16 or float16",
+        """
+nvfp4-w4a4 | ct-nvfp4 | nvfp4-compressed-tensors | | nvfp4-vllm-emulation-cuda, static
+""",
+    ),
+    _Engine(
+        "vLLM",
+        "0.33.0",
+        "emulation without CUDA",
+        "cpu",
+        TORCH,
+        "recorded recorded",
+        f"{_IN_TORCH}; a model in bfloat16 or float16",
+        """
+nvfp4-w4a4 | ct-nvfp4 | nvfp4-compressed-tensors | | nvfp4-vllm-emulation, static
+mxfp8-w8a16 | ct-mxfp8 | mxfp8-compressed-tensors | bfloat16 |
+""",
+    ),
+    _Engine(
+        "SGLang",
+        "0.5.23",
+        "",
+        "cuda",
+        "sm100",
+        "derived derived",
+        _ON_CARD,
+        """
+nvfp4-w4a4 | mo-nvfp4 | nvfp4-modelopt | | nvfp4-flashinfer-static, static
+nvfp4-w4a4-token | | nvfp4-sglang-online | | nvfp4-flashinfer-token
+""",
+    ),
+    _Engine(
+        "FlashInfer",
+        "fb28d72",
+        "",
+        "cuda",
+        "sm100",
+        "recorded derived",
+        _ON_CARD,
+        """
+nvfp4-w4a4 | | nvfp4-flashinfer | | same, dynamic
+mxfp4-w4a4 | | mxfp4-flashinfer | | same
+mxfp8-w8a8 | | mxfp8-flashinfer | | same
+""",
+    ),
+    _Engine(
+        "FlashInfer",
+        "fb28d72",
+        "",
+        "cuda",
+        "sm100",
+        "derived derived",
+        _ON_CARD,
+        """
+nvfp4-w4a4-token | | nvfp4-flashinfer | | nvfp4-flashinfer-token
+""",
+    ),
+    _Engine(
+        "Transformer Engine",
+        "d0067d0",
+        "",
+        "cuda",
+        "sm100",
+        "recorded derived",
+        _ON_CARD,
+        """
+nvfp4-w4a4 | | nvfp4-te-2d | | nvfp4-te, dynamic
+nvfp4-w4a4-1d | | nvfp4-te | | same, dynamic
+nvfp4-w4a4-row | | nvfp4-te | | nvfp4-te-rowscaled
+mxfp8-w8a8 | | mxfp8-te | | same
+""",
+    ),
+    _Engine(
+        "torchao",
+        "0.18.0",
+        "",
+        "cpu",
+        TORCH,
+        "live live",
+        f"{_IN_TORCH}; kernel_preference=EMULATED for MX formats",
+        """
+nvfp4-w4a16 | | nvfp4-torchao | |
+mxfp4-w4a4-floor | | mxfp4-torchao-floor-018 | | same
+mxfp4-w4a4-rceil | | mxfp4-torchao-rceil-018 | | same
+mxfp4-w4a4-ceil | | mxfp4-torchao-ceil-018 | | same
+mxfp4-w4a4-even | | mxfp4-torchao-even-018 | | same
+mxfp8-w8a8-floor | | mxfp8-torchao-floor-018 | | same
+mxfp8-w8a8-rceil | | mxfp8-torchao-rceil-018 | | same
+mxfp8-w8a8-ceil | | mxfp8-torchao-ceil-018 | | same
+mxfp8-w8a8-even | | mxfp8-torchao-even-018 | | same
+""",
+    ),
+    _Engine(
+        "Model-Optimizer",
+        "0.47.0",
+        "",
+        "cpu",
+        TORCH,
+        "recorded recorded",
+        _IN_TORCH,
+        """
+fp8-tensor | | fp8-modelopt | | same, static
+""",
+    ),
+)
+
+
+def _servings() -> Iterator[Serving]:
+    """Yield the rows of _TABLE."""
+    for one in _TABLE:
+        for line in one.rows.strip().split("\n"):
+            scheme, container, weights, dtype, inputs = (cell.strip() for cell in line.split("|"))
+            activations, _, scales = (part.strip() for part in inputs.partition(","))
+            name = weights if activations == "same" else activations
+            operands, of_product = one.evidence.split()
+            facts: dict[str, Any] = {"served_dtype": dtype or None, "input_scales": scales or None}
+            facts |= {"evidence": operands, "product_evidence": of_product}
+            yield Serving(
+                one.engine,
+                one.version,
+                scheme,
+                one.route,
+                one.device,
+                _CONTAINERS.get(container, container),
+                recipe(weights),
+                activations=recipe(name) if name else None,
+                product=one.product,
+                needs=one.needs,
+                **facts,
+            )
+
+
+@cache
+def servings() -> tuple[Serving, ...]:
+    """Return what fp4kit knows of engines: one Serving per engine, scheme, route and format.
+
+    Returns:
+        The records, grouped by engine. The first of an engine and scheme is what `serving` returns by default.
+
+    Examples:
+        >>> import fp4kit
+        >>> [row.scheme for row in fp4kit.servings() if row.engine == "transformers"][:2]
+        ['nvfp4-w4a16', 'nvfp4-w4a4']
+    """
+    return tuple(_servings())
+
+
+def serving(engine: str, scheme: str, *, route: str | None = None, format: str | None = None) -> Contract:
+    """Return what an engine computes in a quantized linear layer, as a Contract.
+
+    Args:
+        engine: the name of an engine, such as "transformers" or "vLLM"; case does not matter.
+        scheme: the formats of weights and activations, such as "nvfp4-w4a4".
+        route: how the engine loads or computes, as `servings` lists it; None for the first.
+        format: the format of the checkpoint, as `fp4kit convert --format` names it; None for the first.
+
+    Returns:
+        The Contract. Settings that belong to a checkpoint or a request, such as `excluded`, are listed in `unknown`.
+
+    Raises:
+        TypeError: an argument is not a str.
+        ValueError: fp4kit knows no such row; the message names the near ones.
+
+    Source: the engines' outputs, recorded or compared in tests, or their source; see Serving.evidence.
+
+    Examples:
+        >>> import fp4kit
+        >>> contract = fp4kit.serving("transformers", "nvfp4-w4a4")
+        >>> contract.activations.id, contract.served_dtype
+        ('nvfp4-compressed-tensors-static', 'bfloat16')
+    """
+    return serving_of("serving", engine, scheme, route, format).contract
+
+
+def serving_of(op: str, engine: Any, scheme: Any, route: Any = None, format: Any = None) -> Serving:
+    """Return the first record for the arguments engine, scheme, route and format of a public function."""
+    engine = as_word(op, "engine", engine)
+    rows = [row for row in servings() if row.engine.lower() == engine.lower()]
+    if not rows:
+        raise ValueError(f"{op}: engine is {engine!r:.60}; {_one_of((row.engine for row in servings()), engine)}")
+    schemes = [row.scheme for row in rows]
+    if scheme is None:
+        raise ValueError(f"{op}: engine={rows[0].engine!r} needs a scheme too; {_one_of(schemes)}")
+    scheme = as_word(op, "scheme", scheme)
+    found = [row for row in rows if row.scheme == scheme.lower()]
+    if not found:
+        elsewhere = dict.fromkeys(row.engine for row in servings() if row.scheme == scheme.lower())
+        others = f"; {', '.join(elsewhere)} {'has' if len(elsewhere) == 1 else 'have'} it" if elsewhere else ""
+        wrong = f"{op}: scheme is {scheme!r:.60}; {rows[0].engine}"
+        raise ValueError(f"{wrong} {_one_of(schemes, scheme)}{others}")
+    for name, given in (("route", route), ("format", format)):
+        if given is not None:
+            known = [getattr(row, name) or "" for row in found]
+            found = [row for row in found if (getattr(row, name) or "") == as_word(op, name, given)]
+            if not found:
+                raise ValueError(f"{op}: {name} is {given!r:.60}; {rows[0].engine} {scheme} {_one_of(known)}")
+    return found[0]
+
+
+def linear_recipes(op: str, engine: Any, scheme: Any, *given: Any) -> tuple[Recipe, Recipe, Unit]:
+    """Return the recipes of x and w and the unit by which an engine computes a layer, for the function linear.
+
+    given: its arguments recipe_x and recipe_w, which must be None.
+    """
+    if engine is None:
+        raise TypeError(f"{op}: scheme is given without an engine; pass engine='vLLM' too, or recipes")
+    if any(one is not None for one in given):
+        raise TypeError(f"{op}: recipes cannot be given with an engine, which determines them; leave them out")
+    row = serving_of(op, engine, scheme)
+    if row.activations is None or row.product == TORCH:
+        why = "leaves inputs unquantized" if row.activations is None else "multiplies decoded operands in PyTorch"
+        raise ValueError(f"{op}: {row} {why}; use fp4kit.torch.fake_quantize_model(model, engine=..., scheme=...)")
+    if row.input_scales == "static":
+        raise ValueError(
+            f"{op}: {row} reads a stored input scale, which linear does not take; use fake_quantize_model with inputs=,"
+            " or fp4kit.quantize_static and fp4kit.matmul"
+        )
+    return row.activations, row.weights, UNITS[row.product]
+
+
+def _one_of(known: Iterable[str], given: str = "") -> str:
+    """Return text for an error message: the known names without duplicates, and those that are like the given one."""
+    names = {name.lower(): name for name in known}
+    near = [names[name] for name in get_close_matches(given.lower(), names, 2)] if given else []
+    hint = f"; did you mean {' or '.join(near)}?" if near else ""
+    return f"needs one of {', '.join(map(repr, names.values()))}{hint}"
