@@ -27,6 +27,8 @@ COMMANDS = {
     "inspect/1": "inspect m",
     "compare/1": "compare m m",
     "parity/1": "parity q q",
+    "contract/1": "contract q",
+    "engines/1": "contract --list",
     "diff/1": "diff m m -o p.patch",
     "apply/1": "apply m p.patch new",
     "verify/1": "verify q --source m",

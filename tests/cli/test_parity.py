@@ -46,6 +46,7 @@ def test_a_mismatch_is_explained(files, capsys):
 
 def test_every_option_is_passed_on(files, monkeypatch):
     given = {"weights": "w", "inputs": "i", "kv": "k", "elements": 5, "layers": 2, "seconds": 3.0}
+    given |= {"engine": "vLLM", "scheme": "nvfp4-w4a4"}
     found = []
 
     def parity(train, rollout, **options):
