@@ -37,7 +37,6 @@ ADDERS = (
 _OF_ORDER = {order: order.replace("-", "_") for order in ORDERS} | {"dequantized": "float32"}
 MAX_BLOCK = 512  # elements per block of the unit "float32-blocks"
 _FP8, _FNUZ, _FP6_FP4 = {"E4M3", "E5M2"}, {"E4M3FNUZ", "E5M2FNUZ"}, {"E2M3", "E3M2", "E2M1"}
-_NEEDS = "needs a Quantized, or an array of " + ", ".join(_ARRAY_ELEMENTS)
 # {order of an engine: (dtypes of A, formats of B)}
 _ENGINES: dict[str, tuple[tuple[str, ...], tuple[BlockFormat, ...]]] = {
     "mlx-cpu": (("float32", "float16", "bfloat16"), (NVFP4, MXFP4, MXFP8_E4M3)),
@@ -299,11 +298,12 @@ def operand(op: str, name: str, x: Any, u: Unit) -> Operand:
     if isinstance(x, Quantized):
         return quantized_operand(op, name, x.imported(op))
     kind = str(getattr(x, "dtype", "")).removeprefix("torch.")
-    is_float32 = kind == "float32" and u.order in ENGINE_ORDERS
-    if kind not in _ARRAY_ELEMENTS and not is_float32:
+    is_engine = u.order in ENGINE_ORDERS
+    elements = {"float32": "float32"} | _ARRAY_ELEMENTS if is_engine else _ARRAY_ELEMENTS
+    if kind not in elements:
         got = kind or f"a {type(x).__name__}"
-        hint = "; quantize it, or round it to bfloat16" if kind in ("float32", "float64") else ""
-        raise TypeError(f"{op}: {name} is {got}; {_NEEDS}{hint}")
+        hint = f"; quantize it, or round it to {'float32' if is_engine else 'bfloat16'}" if "float" in kind else ""
+        raise TypeError(f"{op}: {name} is {got}; needs a Quantized, or an array of {', '.join(elements)}{hint}")
     if "float8" in kind:  # a dtype that few libraries can export
         library = library_of(x)
         x = x.view(np.uint8 if library is None else getattr(sys.modules[library.name], "uint8", np.uint8))
@@ -311,7 +311,7 @@ def operand(op: str, name: str, x: Any, u: Unit) -> Operand:
     if x.ndim < 2:
         raise ValueError(f"{op}: {name} is {x.ndim}-d; needs (..., rows, K)")
     codes = _library(x).ascontiguousarray(x).view(f"u{x.dtype.itemsize}")
-    return Operand(codes, _ARRAY_ELEMENTS.get(kind, kind), None, None, 1, None, x.shape[-1], name)
+    return Operand(codes, elements[kind], None, None, 1, None, x.shape[-1], name)
 
 
 def check_axis(op: str, name: str, q: Quantized) -> None:

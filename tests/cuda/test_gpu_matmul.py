@@ -14,6 +14,7 @@ from products import PAIRS, TINY, as_quantized, at_bounds, drawn, drawn_c, drawn
 import fp4kit
 from fp4kit.ops import matmul as operations
 from fp4kit.quantized.container import Quantized
+from fp4kit.units import ENGINE_ORDERS
 
 pytestmark = ON_GPU
 
@@ -152,6 +153,13 @@ def test_blocks_that_no_kernel_takes_are_refused(block, unit) -> None:
     q = fp4kit.quantize(np.ones((4, 512), np.float32), replace(fp4kit.recipe("mxfp4-ocp"), block=(1, block)))
     with pytest.raises(NotImplementedError, match=f"blocks of {block} elements"):
         fp4kit.matmul(moved(q), moved(q), unit=unit)
+
+
+@pytest.mark.parametrize("unit", ENGINE_ORDERS)
+def test_engines_on_a_cpu_are_refused(unit) -> None:
+    x, w = np.ones((4, 64), np.float32), fp4kit.quantize(np.ones((8, 64), np.float32), "mxfp4-ocp")
+    with pytest.raises(NotImplementedError, match=f"matmul: {unit} adds as a program on a CPU does; move both"):
+        fp4kit.matmul(moved(x), moved(w), unit=unit)
 
 
 def test_odd_lengths_and_steps_of_a_variant() -> None:

@@ -289,6 +289,8 @@ def test_errors(a, b, unit, options, message) -> None:
 
 
 def test_float32_is_for_engines_only() -> None:
+    with pytest.raises(TypeError, match=r"a is float64; needs .* an array of float32, float16.*or round it to float32"):
+        fp4kit.matmul(X.astype(np.float64), MX, unit="mlx-cpu")
     for unit in ("sm100", "exact", "dequantized"):
         with pytest.raises(TypeError, match="a is float32; needs a Quantized"):
             fp4kit.matmul(X, MX, unit=unit)
