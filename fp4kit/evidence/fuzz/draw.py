@@ -19,10 +19,11 @@ from fp4kit.formats import E2M1, E4M3, E8M0
 from fp4kit.quantized.container import scale_shape, tensor_amax_shape
 from fp4kit.recipes import Recipe
 from fp4kit.recipes.rules import FAKE_RULES, NOISE_STOCHASTICS, SCALE_STOCHASTICS
-from fp4kit.units import UNITS, DotAdd, Unit
+from fp4kit.units import ENGINE_ORDERS, UNITS, DotAdd, Unit
 
-# {dtype of an operand that is an array: the format of its codes, or "" if the dtype has 16 bits}
+# {dtype of an operand that is an array: the format of its codes, or "" if it has 16 or 32 bits}
 ARRAYS = {
+    "float32": "",
     "bfloat16": "",
     "float16": "",
     "float8_e4m3fn": "E4M3",
@@ -132,8 +133,9 @@ def units_for(a: Variant | str, b: Variant | str) -> tuple[str, ...]:
 
 @cache
 def _units_for(a: Operand | None, b: Operand | None) -> tuple[str, ...]:
-    # "dequantized" decodes both operands first, so it takes every recipe.
-    return tuple(id for id in UNITS if id == "dequantized" or (a and b and _accepts(a, b, id)))
+    # "dequantized" decodes both operands first, so it takes every recipe. Only engines take float32 arrays.
+    ids = ENGINE_ORDERS if a and a.element == "float32" else tuple(UNITS)
+    return tuple(id for id in ids if id == "dequantized" or (a and b and _accepts(a, b, id)))
 
 
 def _accepts(a: Operand, b: Operand, id: str) -> bool:
@@ -174,17 +176,23 @@ def _draw_product(d: Picks, recipe: Variant) -> DrawnProduct:
     shape_a, shape_b, lead = _shapes(d, kinds, u)
     patterns = draw_patterns(d)
     a, b = (draw_operand(d, *each) for each in zip(kinds, (shape_a, shape_b), patterns, strict=True))
-    c = None
-    if d.chance(0.6):
+    c, is_engine = None, u.order in ENGINE_ORDERS
+    if d.chance(0.6) and not is_engine:
         shape = (*lead, shape_a[-2], shape_b[-2])
         c = d.array(d.pick(C_KINDS), d.pick(d.pool.dtypes), shape, d.view(len(shape), flat=False))
-    alpha = float(d.pick(ALPHAS)) if d.chance(0.3) else None
-    return DrawnProduct(a, b, u, c=c, alpha=alpha, out_dtype=d.pick(d.pool.dtypes), swapped=d.chance(0.3))
+    needs_alpha = u.order == "mlx-cpu" and b.tensor_scale is not None
+    alpha = float(d.pick(ALPHAS)) if d.chance(0.3) or needs_alpha else None
+    swapped = d.chance(0.3) and not is_engine
+    return DrawnProduct(a, b, u, c=c, alpha=alpha, out_dtype=d.pick(d.pool.dtypes), swapped=swapped)
 
 
 def _kinds(d: Picks, recipe: Variant) -> tuple[Variant | str, Variant | str]:
+    if d.chance(0.2):  # an activation and the weight of an engine
+        dtype = d.pick(("float32", "float32", "float16", "bfloat16"))
+        if set(ENGINE_ORDERS) & set(units_for(dtype, recipe)):
+            return dtype, recipe
     if d.chance(0.3):
-        kind = d.pick(tuple(ARRAYS))
+        kind = d.pick(tuple(ARRAYS)[1:])
         family = [other for other in FLOAT8 if other.endswith("fnuz") == kind.endswith("fnuz")]
         return kind, d.pick(family) if kind in FLOAT8 else kind
     partners = _partners(d.pool, _operand(recipe))
@@ -211,6 +219,7 @@ def _shapes(
 ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
     """Return the shapes (..., rows, K) of two operands, and the leading axes of their product."""
     multiple = lcm(*(1 if isinstance(kind, str) else kind.recipe.length_multiple for kind in kinds))
+    multiple = lcm(multiple, 64) if u.order == "ggml-avx2" else multiple
     step = d.pick([step.k for step in u.steps().values()] or [32])
     limit = min(d.pool.largest, LONGEST)
     length = d.limits_above(0.5, 0.03)
@@ -225,6 +234,7 @@ def _shapes(
     if d.chance(0.03):
         sizes[d.below(3)] = 0
     M, N, K = sizes
+    N = -(-N // 8) * 8 if u.order == "ggml-avx2-repacked" else N
     return (*(lead if "a" in stacked else ()), M, K), (*(lead if "b" in stacked else ()), N, K), lead
 
 

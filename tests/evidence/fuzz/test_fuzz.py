@@ -140,6 +140,13 @@ def test_draws_reach_everything():
     assert len(stacks) == 4 and any(p.a.columns for p in found) and any(not p.a.codes.view.is_plain for p in found)
 
 
+def test_products_of_engines_are_drawn():
+    engines = ("mlx-cpu", "ggml-avx2", "ggml-avx2-repacked")
+    pool = replace(SMALL_PRODUCTS, units=engines, faults=False)
+    report = fuzz.run(None, 600, 1, cases=60, pool=pool)
+    assert report.failures == [] and set(report.sums) == set(engines) and min(report.sums.values()) > 100
+
+
 def test_few_products_are_refused():
     pool = replace(SMALL_PRODUCTS, faults=False)
     report = fuzz.run(None, 600, 1, cases=90, pool=pool)
@@ -165,6 +172,9 @@ def test_units_of_two_operands():
     assert units_for(nvfp4, nvfp4) == ("sm100", *orders)
     assert units_for(nvfp4, mxfp4) == ("exact", "float64", "dequantized")
     assert units_for(int8, int8) == ("dequantized",)
+    assert units_for("float32", nvfp4) == ("mlx-cpu", "ggml-avx2")
+    assert units_for("float32", mxfp4) == ("mlx-cpu", "ggml-avx2", "ggml-avx2-repacked")
+    assert units_for("bfloat16", mxfp4) == ("exact", "float64", "dequantized", "mlx-cpu")
     assert units_for("float16", "float16")[:4] == ("sm100", "sm90", "sm89", "sm80")
 
 
