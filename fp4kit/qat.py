@@ -126,6 +126,8 @@ def engine_of(op: str, engine: Any, scheme: Any, route: Any, inputs: Any, given:
 
     inputs: the argument of this name. given: the arguments that the record replaces, of which none may be given.
     """
+    if engine is None:
+        raise TypeError(f"{op}: scheme, route or inputs is given without an engine; pass engine='transformers' too")
     wrong = [name for name, value in given.items() if value is not None]
     if wrong:
         raise TypeError(f"{op}: {', '.join(wrong)} cannot be given with an engine, which determines it; leave it out")

@@ -27,6 +27,7 @@ from fp4kit.ops.matmul import matmul
 from fp4kit.ops.quantize import dequantize, quantize
 from fp4kit.quantized.container import Quantized
 from fp4kit.recipes import Recipe
+from fp4kit.units import ENGINE_ORDERS
 
 Kind: TypeAlias = Literal["weight", "input", "kv cache", "other tensor", "tensor"]
 # kind of a LayerParity -> noun in texts; others are layers
@@ -470,6 +471,8 @@ def products(side: Side, inputs: np.ndarray, weights: Matrix, quantized: bool, l
     unit, recipe = side.contract.unit, side.contract.activations
     assert unit is not None
     inputs = side.transformed(inputs) if quantized else inputs
+    if unit.order in ENGINE_ORDERS and isinstance(weights, Quantized):  # these take inputs as they are
+        return np.asarray(matmul(inputs, weights, unit=unit))
     left: Matrix = inputs
     if quantized and recipe is not None:
         left = side_rows.made(inputs, recipe, side.input_amax(layer, recipe, inputs.dtype))

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 from fp4kit.arguments import as_word
 from fp4kit.contract.schema import Contract, ServedDtype
 from fp4kit.recipes import Recipe, recipe
-from fp4kit.units import UNITS, Unit
+from fp4kit.units import ENGINE_ORDERS, UNITS, Unit
 
 Evidence = Literal["live", "recorded", "derived"]
 TORCH = "torch"  # the product of engines that multiply decoded operands by torch.nn.functional.linear
@@ -66,8 +66,11 @@ class Serving:
 
     @property
     def format(self) -> str | None:
-        """The --format of `fp4kit convert` that writes the container; None if the engine loads no quantized weights."""
-        return self.container.partition(" ")[0] or None
+        """The --format of `fp4kit convert` that writes the container; None if the engine quantizes the weights itself,
+        or loads GGUF files, which convert makes of GGUF files.
+        """
+        first = self.container.partition(" ")[0]
+        return first if first not in ("", "gguf") else None
 
     @property
     def shares_amax(self) -> bool:
@@ -119,9 +122,12 @@ _CONTAINERS = {
     "mo-nvfp4": "modelopt NVFP4",
     "mo-nvfp4a16": "modelopt W4A16_NVFP4",
     "mo-mxfp8": "modelopt MXFP8",
+    **{f"mlx-{kind}": f"mlx {kind}" for kind in ("nvfp4", "mxfp4", "mxfp8")},
+    **{f"gguf-{kind.lower()}": f"gguf {kind}" for kind in ("NVFP4", "MXFP4")},
 }
 _IN_TORCH = "one PyTorch build and kind of CPU, one attention implementation, and the same rows per call, more than one"
 _ON_CARD = "one card and one kernel; a kernel that splits the axis of the sum adds in another order"
+_LLAMA_CPP = "xllamacpp 2026.10.11549"
 _TABLE = (
     _Engine(
         "transformers",
@@ -255,6 +261,45 @@ mxfp8-w8a8-even | | mxfp8-torchao-even-018 | | same
 """,
     ),
     _Engine(
+        "MLX",
+        "0.32.4",
+        "",
+        "cpu",
+        "mlx-cpu",
+        "recorded live",
+        "an x86-64 CPU",
+        """
+nvfp4-w4a16 | mlx-nvfp4 | nvfp4-mlx-cpu | |
+mxfp4-w4a16 | mlx-mxfp4 | mxfp4-mlx-cpu | |
+mxfp8-w8a16 | mlx-mxfp8 | mxfp8-mlx-cpu | |
+""",
+    ),
+    _Engine(
+        "llama.cpp",
+        _LLAMA_CPP,
+        "",
+        "cpu",
+        "ggml-avx2-repacked",
+        "recorded recorded",
+        "a build for AVX2 without VNNI; inputs in float32, which the product quantizes to Q8_0",
+        """
+mxfp4-w4a8 | gguf-mxfp4 | mxfp4-gguf | |
+""",
+    ),
+    _Engine(
+        "llama.cpp",
+        _LLAMA_CPP,
+        "without repacking",
+        "cpu",
+        "ggml-avx2",
+        "recorded recorded",
+        "a build for AVX2 without VNNI; inputs in float32, which the product quantizes to Q8_0",
+        """
+mxfp4-w4a8 | gguf-mxfp4 | mxfp4-gguf | |
+nvfp4-w4a8 | gguf-nvfp4 | nvfp4-gguf | |
+""",
+    ),
+    _Engine(
         "Model-Optimizer",
         "0.47.0",
         "",
@@ -371,6 +416,9 @@ def linear_recipes(op: str, engine: Any, scheme: Any, *given: Any) -> tuple[Reci
     if any(one is not None for one in given):
         raise TypeError(f"{op}: recipes cannot be given with an engine, which determines them; leave them out")
     row = serving_of(op, engine, scheme)
+    if row.product in ENGINE_ORDERS:
+        call = f"fp4kit.matmul(x, fp4kit.quantize(w, {row.weights.id!r}), unit={row.product!r})"
+        raise ValueError(f"{op}: {row} multiplies unquantized inputs, which linear does not; use {call}")
     if row.activations is None or row.product == TORCH:
         why = "leaves inputs unquantized" if row.activations is None else "multiplies decoded operands in PyTorch"
         raise ValueError(f"{op}: {row} {why}; use fp4kit.torch.fake_quantize_model(model, engine=..., scheme=...)")

@@ -11,9 +11,10 @@ from typing import Any, Literal
 import jax
 
 from fp4kit.arguments import as_flag, is_one_of
+from fp4kit.contract.engines import Serving
 from fp4kit.contract.schema import ServedDtype
 from fp4kit.jax.functions import fake_quantize
-from fp4kit.qat import QatChoice, QatPlan, TrainedWeight, make_plan, table_of
+from fp4kit.qat import QatChoice, QatPlan, TrainedWeight, engine_of, make_plan, table_of
 from fp4kit.recipes import Recipe
 from fp4kit.training.settings import naming
 from fp4kit.types import RecipeId
@@ -33,13 +34,44 @@ class ServedParams:
         plan: the plan, with one row per array.
     """
 
-    def __init__(self, plan: QatPlan, pass_through: bool) -> None:
+    def __init__(
+        self,
+        plan: QatPlan,
+        pass_through: bool,
+        serving: Serving | None = None,
+        inputs: Mapping[str, float] | None = None,
+    ) -> None:
         self.plan, self.names, self._pass_through = plan, plan.names, pass_through
+        self._serving, self._inputs = serving, dict(inputs or {})
+        missing = [row.layer for row in plan.selected if inputs is not None and row.layer not in inputs]
+        if missing:
+            raise ValueError(f"{_OP}: inputs has no layer {missing[0]!r}; give the largest input of each layer")
         self._members = {row.name: [one.name for one in plan.members(row)] for row in plan.selected}
 
     def __str__(self) -> str:
         """Return the table as text."""
         return table_of(self.plan)
+
+    def inputs(self, layer: str, x: Any) -> Any:
+        """Return the inputs of a layer, fake-quantized as the engine does; x itself if it leaves inputs unquantized.
+
+        Args:
+            layer: the name of the layer, such as "layers.0.mlp.up_proj": that of its array without the last part.
+            x: float32, float16 or bfloat16 array (..., K) of JAX.
+
+        Returns:
+            An array with the shape and dtype of x. Gradients pass straight through.
+
+        Raises:
+            ValueError: no array of this layer is fake-quantized, or fake_quantize_model was called without an engine.
+        """
+        if self._serving is None:
+            raise ValueError(f"ServedParams.inputs: no engine is known; call {_OP} with engine= and scheme=")
+        if layer not in {row.layer for row in self.plan.selected}:
+            raise ValueError(f"ServedParams.inputs: {layer!r:.60} is no layer whose weight is fake-quantized")
+        if self._serving.activations is None:
+            return x
+        return fake_quantize(x, self._serving.activations, tensor_amax=self._inputs.get(layer))
 
     def __call__(self, params: Any) -> Any:
         """Return a new pytree like params, in which served values (fake-quantized weights) replace the weights."""
@@ -72,7 +104,7 @@ class ServedParams:
 
 def fake_quantize_model(
     params: Any,
-    recipe: RecipeId | Recipe,
+    recipe: RecipeId | Recipe | None = None,
     *,
     format: str | None = None,
     parameters: Collection[str] = ("*",),
@@ -82,6 +114,10 @@ def fake_quantize_model(
     config: Any = None,
     adapters: Literal["base"] = "base",
     served_dtype: ServedDtype | None = None,
+    engine: str | None = None,
+    scheme: str | None = None,
+    route: str | None = None,
+    inputs: Mapping[str, float] | None = None,
 ) -> ServedParams:
     """Return a function that maps a model's parameters to the values that the converted checkpoint would serve.
 
@@ -117,6 +153,10 @@ def fake_quantize_model(
         adapters: "base": tensors of adapters stay unquantized and apart. For merged adapters, see above.
         served_dtype: the dtype to which loaders decode the weights, such as "bfloat16". The decoded values are rounded
             once to this dtype, and kept in the dtype of the array. None for the dtype of the array.
+        engine, scheme, route: the engine that will serve the model, such as "transformers" and "nvfp4-w4a4", as in
+            fp4kit.serving. They determine recipe, format and served_dtype, which must be None, and what `inputs` of
+            the result computes.
+        inputs: with an engine that reads stored input scales: layer -> the largest magnitude of its inputs.
 
     Returns:
         A ServedParams. Call it with parameters; print it for a table.
@@ -144,8 +184,14 @@ def fake_quantize_model(
         raise ValueError(text)
     leaves = [_leaf(path, array) for path, array in jax.tree_util.tree_flatten_with_path(params)[0]]
     wildcards = {"parameters": parameters, "exclude": exclude, "include": include}
-    choice = QatChoice.of(_OP, recipe, format, config, served_dtype, **wildcards)
-    served = ServedParams(make_plan(choice, leaves), pass_through)
+    if any(one is not None for one in (engine, scheme, route, inputs)):
+        given = {"recipe": recipe, "format": format, "served_dtype": served_dtype}
+        choice = QatChoice.of_engine(_OP, engine_of(_OP, engine, scheme, route, inputs, given), config, **wildcards)
+    elif recipe is None:
+        raise TypeError(f"{_OP}: recipe is None; needs a recipe id, such as 'nvfp4-te', a Recipe, or an engine")
+    else:
+        choice = QatChoice.of(_OP, recipe, format, config, served_dtype, **wildcards)
+    served = ServedParams(make_plan(choice, leaves), pass_through, choice.serving, inputs)
     jax.eval_shape(served, params)
     return served
 

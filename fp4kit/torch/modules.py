@@ -155,8 +155,6 @@ def fake_quantize_model(
         if recipe is not None:
             raise TypeError(f"{OP}: recipe and settings are both given; needs one of them")
     if engine is not None or scheme is not None or route is not None or inputs is not None:
-        if engine is None:
-            raise TypeError(f"{OP}: scheme, route or inputs is given without an engine; pass engine='transformers' too")
         replaced: dict[str, Any] = {
             "recipe": recipe,
             "settings": settings,

@@ -12,6 +12,7 @@ import pytest
 
 import fp4kit
 from fp4kit.checkpoint.containers.configs import LOADED
+from fp4kit.checkpoint.containers.table import CONTAINERS
 from fp4kit.checkpoint.plan.request import Request
 from fp4kit.cli import main
 from fp4kit.contract.engines import FUSED, OF_CHECKPOINTS
@@ -24,10 +25,10 @@ def test_a_row_names_what_exists(row: fp4kit.Serving) -> None:
     contract = row.contract
     assert contract == fp4kit.Contract.from_data(json.loads(json.dumps(contract.as_data())))
     assert contract.unknown == tuple(name for name in OF_CHECKPOINTS) and row.version and row.needs
-    assert (row.container in LOADED) == (row.format is not None)
+    assert row.container in ("", *LOADED, *(form.name for form in CONTAINERS))
     if row.format is not None:
-        form = LOADED[row.container].form
-        assert form is not None and form.stores(row.weights)
+        form = next(one for one in CONTAINERS if one.name == row.container.replace("W4A16_", ""))
+        assert form.stores(row.weights) and form.format == row.format
         assert Request(row.weights, row.format).form_for({"model_type": "llama"}) is not None
     assert row.product == "torch" or contract.unit == fp4kit.unit(row.product)
     scales = row.activations is not None and row.activations.tensor_scaling == "tensor"
@@ -64,7 +65,7 @@ WRONG: list[tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] = [
         ("vllm", "nvfp4-w4a16"),
         {},
         ValueError,
-        r"vLLM needs one of .*did you mean nvfp4-w4a4.*; transformers, torchao have",
+        r"vLLM needs one of .*did you mean nvfp4-w4a4.*; transformers, torchao, MLX have",
     ),
     (("vllm", "fp4"), {}, ValueError, "scheme is 'fp4'; vLLM needs one of 'nvfp4-w4a4'"),
     (
@@ -119,3 +120,16 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     for wrong in (["contract"], ["contract", "--list", "--engine", "vllm"], [*known[:2], "vLLM", "--scheme", "x"]):
         assert main(wrong) == 2
         assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+@pytest.mark.parametrize("engine", ["MLX", "llama.cpp"])
+def test_parity_multiplies_as_an_engine_does(engine: str) -> None:
+    """Products of parity are those of the engine's unit, which takes inputs as they are."""
+    rng = np.random.default_rng(0)
+    w = {"up_proj": rng.standard_normal((64, 64), np.float32)}
+    inputs = {"up_proj": rng.standard_normal((8, 64), np.float32)}
+    row = next(one for one in ROWS if one.engine == engine and one.scheme.startswith("mxfp4"))
+    assert fp4kit.parity(row.contract, row.contract, weights=w, inputs=inputs).layers[0].products == (0, 512)
+    other = row.contract.stating(unit="ggml-avx2" if engine == "MLX" else "mlx-cpu")
+    found = fp4kit.parity(row.contract, other, weights=w, inputs=inputs)
+    assert not found.equal and found.layers[0].step == "product" and found.layers[0].setting.startswith("unit ")

@@ -13,6 +13,7 @@ from inputs import BF16
 import fp4kit
 from fp4kit.checkpoint import convert
 from fp4kit.evidence.testing import assert_same_bits
+from fp4kit.recipes.schema import as_stored
 
 jax = pytest.importorskip("jax")
 fj = importlib.import_module("fp4kit.jax")
@@ -236,3 +237,32 @@ def test_conv1d_of_gpt2_is_refused():
         with pytest.raises(ValueError, match=r"h.0.attn.c_attn.kernel is stored transposed; Conv1D"):
             fj.fake_quantize_model(params, "nvfp4-te", config=config)
         assert fj.fake_quantize_model(params, "nvfp4-te", config=config, exclude=("*.c_*",)).names == ["up_proj.kernel"]
+
+
+@pytest.mark.parametrize("scheme", ["nvfp4-w4a4", "mxfp4-w4a4", "nvfp4-w4a16"])
+def test_an_engine_determines_weights_and_inputs(scheme):
+    """Values of weights and inputs are those that fp4kit.torch.fake_quantize_model gives for the engine."""
+    rng, row = np.random.default_rng(0), fp4kit.serving("transformers", scheme)
+    params = {"mlp": {name: {"kernel": rng.standard_normal((64, 32), np.float32)} for name in ("gate_proj", "up_proj")}}
+    x = jax.numpy.asarray(rng.standard_normal((4, 64)), jax.numpy.bfloat16)
+    amaxes = {f"mlp.{name}": 3.5 for name in params["mlp"]} if row.input_scales == "static" else None
+    served = fj.fake_quantize_model(params, engine="transformers", scheme=scheme, inputs=amaxes)
+    values = served(params)["mlp"]["up_proj"]["kernel"]
+    amax = max(np.abs(one["kernel"]).max() for one in params["mlp"].values()) if row.shared_amax else None
+    q = fp4kit.quantize(np.ascontiguousarray(params["mlp"]["up_proj"]["kernel"].T), row.weights, tensor_amax=amax)
+    form = dataclasses.replace(q, recipe=as_stored(q.recipe, True)) if row.shared_amax else q
+    assert_same_bits(np.asarray(values).T, fp4kit.dequantize(form, np.dtype("bfloat16")).astype(np.float32))
+    found = served.inputs("mlp.up_proj", x)
+    if row.activations is None:
+        assert found is x
+    else:
+        assert_same_bits(found, fp4kit.fake_quantize(np.asarray(x), row.activations, tensor_amax=amaxes and 3.5))
+    with pytest.raises(ValueError, match=r"'mlp\.down_proj' is no layer whose weight"):
+        served.inputs("mlp.down_proj", x)
+    with pytest.raises(ValueError, match="no engine is known"):
+        fj.fake_quantize_model(params, "nvfp4-te").inputs("mlp.up_proj", x)
+    with pytest.raises(TypeError, match="recipe is None; needs"):
+        fj.fake_quantize_model(params)
+    if amaxes:
+        with pytest.raises(ValueError, match=r"inputs has no layer 'mlp\.gate_proj'"):
+            fj.fake_quantize_model(params, engine="transformers", scheme=scheme, inputs={"mlp.up_proj": 1.0})

@@ -398,6 +398,12 @@ def _completed(plan: Plan) -> Plan:
         layers = _layers(plan)
         plan.ignore, plan.decoded = _exclusion_list(plan, *layers), tuple(_decoded_layers(plan))
         plan.warnings = tuple(_warnings_on_layers(plan, *layers))
+        row = plan.request.serving
+        if row is not None and plan.format_name not in (row.container, f"{row.container} scaled"):
+            raise CheckpointError(
+                f"--engine {row}: loads {row.container}, and DST would be {plan.format_name}; leave other recipes and"
+                " formats out"
+            )
     plan.warnings += (*searched, *_warnings(plan))
     plan.findings = tuple(issue for issue in findings_of_plan(plan) if issue.text not in plan.warnings)
     plan.warnings += tuple(text for _, text in lines_of(plan.findings))

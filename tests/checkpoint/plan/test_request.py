@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import inspect
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import synthetic
 
+import fp4kit
 from fp4kit.checkpoint import Wishes, convert, make_plan
+from fp4kit.checkpoint.contract import contract_of_plan
+from fp4kit.checkpoint.plan.plan import configs
 from fp4kit.checkpoint.plan.request import OPTIONS, Request, RequestOptions
 from fp4kit.checkpoint.plan.scale_search import ScaleSearch
 from fp4kit.recipes import RECIPES
 from fp4kit.recipes.table import as_data
+from fp4kit.storage.files import CheckpointError
 
 NVFP4 = RECIPES["nvfp4-te"]
 DEFAULTS = {
@@ -91,3 +96,44 @@ def test_keyword_arguments_become_fields(tmp_path: Path) -> None:
     synthetic.dense(tmp_path / "m")
     request = make_plan(tmp_path / "m", ignore=iter(()), wishes=Wishes("mlp")).request
     assert (request.ignore, request.wishes.preset, request.recipe) == ((), "mlp", NVFP4)
+
+
+ENGINES: list[tuple[dict[str, Any], str]] = [
+    ({"scheme": "nvfp4-w4a4"}, "--scheme nvfp4-w4a4: needs an engine; add --engine"),
+    (
+        {"engine": "torchao", "scheme": "nvfp4-w4a16"},
+        "quantizes the weights itself, so there is no checkpoint to write",
+    ),
+    ({"engine": "transformers", "scheme": "nvfp4-w4a4"}, "reads stored input scales; add --activations FILE, or"),
+    ({"engine": "transformers", "scheme": "mxfp4-w4a4", "input_scale": 1.0}, "stores no input scales; leave"),
+    ({"engine": "llama.cpp", "scheme": "mxfp4-w4a8"}, "loads gguf MXFP4, and DST would be"),
+    ({"engine": "vLLM", "scheme": "mxfp8-w8a8", "recipe_id": "nvfp4-te"}, "DST would be compressed-tensors nvfp4-pack"),
+]
+
+
+@pytest.mark.parametrize(("options", "text"), ENGINES, ids=str)
+def test_engines_that_do_not_fit_are_refused(tmp_path: Path, options: dict[str, Any], text: str) -> None:
+    synthetic.dense(tmp_path / "m")
+    with pytest.raises(CheckpointError, match=re.escape(text)):
+        make_plan(tmp_path / "m", **options)
+
+
+def test_every_engine_that_loads_checkpoints_gets_its_container(tmp_path: Path) -> None:
+    """Only the engine and the scheme are given; recipe, format and declaration follow."""
+    synthetic.dense(tmp_path / "m")
+    for row in fp4kit.servings():
+        first = next(one for one in fp4kit.servings() if (one.engine, one.scheme) == (row.engine, row.scheme))
+        if row.format is None or (row.route and row is not first):
+            continue
+        more: dict[str, Any] = {"input_scale": 1.0} if row.input_scales == "static" else {}
+        plan = make_plan(tmp_path / "m", engine=row.engine, scheme=row.scheme, format=row.format, **more)
+        assert plan.format_name == row.container and plan.recipe == row.weights
+        declared = configs(plan)["config.json"].get("quantization_config", {})
+        if row.format == "compressed-tensors":  # the only config that says which inputs are quantized
+            (group,) = declared["config_groups"].values()
+            assert (group["input_activations"] is not None) == (
+                row.activations is not None or row.scheme == "mxfp8-w8a16"
+            )
+        contract = contract_of_plan(plan)
+        for name in ("weights", "activations", "input_scales", "served_dtype", "unit", "container"):
+            assert getattr(contract, name) == getattr(row.contract, name), name
