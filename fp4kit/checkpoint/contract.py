@@ -19,18 +19,18 @@ from fp4kit.checkpoint.containers.config_entries import REFUSED, unfulfilled
 from fp4kit.checkpoint.containers.configs import MIXED, container_id
 from fp4kit.checkpoint.containers.table import INPUT_SCALE, MODELOPT_AWQ, MODELOPT_NVFP4, MODELOPT_STACKS
 from fp4kit.checkpoint.convert.job import COPY, DEQUANTIZE
-from fp4kit.checkpoint.counterparts import Origin, canonical, keys_of
+from fp4kit.checkpoint.findings import unquantized_by_engine
 from fp4kit.checkpoint.identify.run import identify_checkpoint
 from fp4kit.checkpoint.identify.verdicts import CheckpointVerdict
 from fp4kit.checkpoint.model import transforms
 from fp4kit.checkpoint.model.inspect import Checkpoint, QuantizedLayers, inspect_checkpoint, recorded
 from fp4kit.checkpoint.model.model_files import existing_file, resolved
 from fp4kit.checkpoint.model.slabs import Readers, scalar_of, tensor_scale_of
+from fp4kit.checkpoint.model.transforms import Origin, canonical, keys_of
 from fp4kit.checkpoint.model.weights import Weight, WeightRotation
 from fp4kit.checkpoint.plan.layer_recipes import record, recorded_patterns
 from fp4kit.checkpoint.plan.plan import Plan
 from fp4kit.checkpoint.selection.names import KEPT_CODES, PARTLY_CARRIED, fused_groups, split_module
-from fp4kit.checkpoint.verify.integrity import unquantized_by_engine
 from fp4kit.contract.schema import FILE, SETTINGS, Contract
 from fp4kit.contract.sides import InputScale, by_layer, matrix_of
 from fp4kit.quantized.container import Quantized

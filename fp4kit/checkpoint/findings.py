@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from statistics import median
@@ -18,25 +19,39 @@ import numpy as np
 
 from fp4kit.arguments import is_one_of
 from fp4kit.calibration import RULES, UNSEEN
+from fp4kit.checkpoint.containers import config_entries, configs, table
+from fp4kit.checkpoint.containers.config_entries import Item
 from fp4kit.checkpoint.containers.configs import LOADED, MIXTURES
-from fp4kit.checkpoint.containers.engines import Issue
-from fp4kit.checkpoint.containers.table import INPUT_SCALE, TENSOR_SCALE
+from fp4kit.checkpoint.containers.engines import Issue, comfy, finding, mlx
+from fp4kit.checkpoint.containers.table import INPUT_SCALE, TENSOR_SCALE, Container, container
 from fp4kit.checkpoint.convert.job import RENAME, input_scale_of
-from fp4kit.checkpoint.loaders import support
+from fp4kit.checkpoint.loaders import exclusions, requirements, support
+from fp4kit.checkpoint.loaders.exclusions import READERS
 from fp4kit.checkpoint.loaders.requirements import REJECTS
 from fp4kit.checkpoint.model import transforms
+from fp4kit.checkpoint.model.closed_world import lost_tensor_scales
+from fp4kit.checkpoint.model.doubts import LOST_CODES, tied_head
 from fp4kit.checkpoint.model.inspect import Checkpoint
-from fp4kit.checkpoint.model.model_files import CONFIG, HF_QUANT_CONFIG, load_manifest, open_source, other_weights
+from fp4kit.checkpoint.model.model_files import (
+    CONFIG,
+    HF_QUANT_CONFIG,
+    is_deepseek_v4,
+    is_gguf_config,
+    load_manifest,
+    open_source,
+    other_weights,
+)
 from fp4kit.checkpoint.model.slabs import Readers, scalar_of
-from fp4kit.checkpoint.model.weights import Piece, Weight
-from fp4kit.checkpoint.plan.layer_recipes import findings_of_rotation
-from fp4kit.checkpoint.plan.plan import Plan, TensorPlan, configs
+from fp4kit.checkpoint.model.statistics import StoredCounts, doubt_about
+from fp4kit.checkpoint.model.weights import Piece, Weight, part_names
+from fp4kit.checkpoint.plan.plan import Plan, TensorPlan
+from fp4kit.checkpoint.plan.plan import configs as configs_of
 from fp4kit.checkpoint.plan.scale_search import Activations
-from fp4kit.checkpoint.plan.source_layers import cache_troubles
+from fp4kit.checkpoint.plan.source_layers import cache_troubles, doubtful_layers
+from fp4kit.checkpoint.selection import names, selection
 from fp4kit.checkpoint.selection.names import fused_groups, group_name, trouble
 from fp4kit.checkpoint.selection.selection import diffusers_class as class_of
-from fp4kit.checkpoint.verify import integrity
-from fp4kit.formats import NVFP4
+from fp4kit.formats import NVFP4, ElementFormat
 from fp4kit.storage.files import listed, shown
 from fp4kit.storage.safetensors_file import SafetensorsFile, TensorEntry
 
@@ -45,9 +60,9 @@ def findings_of(model: Checkpoint, scalars: Mapping[str, float], rotated: Collec
     """Return the findings that follow from headers, configs and scalars."""
     name, why = trouble(model.tensors)  # a name with a part that a wrapper of PyTorch adds, such as "_orig_mod"
     found = [
-        *integrity.doubtful_declarations(model),
+        *doubtful_declarations(model),
         *[Issue("error", name, why)] * bool(why),
-        *integrity.loader_issues(model, scalars),
+        *loader_issues(model, scalars),
     ]
     found += findings_of_rotation(rotated, model.tensors)
     return [*found, *input_scale_issues(model.layers.values(), scalars)]
@@ -60,10 +75,10 @@ def findings_of_files(
     turned = transforms.resolved(model, model.weights, ignore)
     model = model.without(turned.matrices)
     scalars = scalars_of(model.layers.values())
-    found = [*integrity.refused_items(turned.items), *findings_of(model, scalars, turned.rotations)]
+    found = [*refused_items(turned.items), *findings_of(model, scalars, turned.rotations)]
     others = other_weights(model.root, [file.name for file in model.files], model.config)
     found += [Issue("warning", name, text) for name, text in others]
-    found += integrity.unusable_tensor_scales(model.layers.values())
+    found += unusable_tensor_scales(model.layers.values())
     found += [Issue(*trouble) for trouble in cache_troubles(model.tensors)]
     return found, model, turned, scalars
 
@@ -99,8 +114,8 @@ def _planned(plan: Plan, destination: Path) -> Checkpoint:
         entries = (TensorEntry(one.name, one.dtype, one.shape, 0, one.nbytes) for one in outputs)
         files.append(SafetensorsFile(Path(file.name), file.name, 0, tuple(entries), file.metadata))
     written: dict[str, Any] = {CONFIG: plan.source.config if plan.is_file else {}}
-    if not plan.is_file and not integrity.is_one_file(destination):
-        written = configs(plan)
+    if not plan.is_file and not is_one_file(destination):
+        written = configs_of(plan)
     return Checkpoint(destination, written[CONFIG], written.get(HF_QUANT_CONFIG), tuple(files))
 
 
@@ -144,7 +159,7 @@ def lines_of(issues: Iterable[Issue]) -> list[tuple[str, str]]:
     """Return (severity, text) per group of issues that differ in their subjects alone, in the words of verify."""
     return [
         (issue.severity, f"{f'{issue.loader}: ' * bool(issue.loader)}{listed(subjects)}: {shown(issue.sentence)}")
-        for issue, subjects in integrity.grouped(issues)
+        for issue, subjects in grouped(issues)
     ]
 
 
@@ -237,14 +252,14 @@ def _outliers(amaxes: Mapping[str, float]) -> Iterator[Issue]:
     kinds: dict[str, list[str]] = defaultdict(list)
     for name in amaxes:
         kinds[_NUMBER.sub("#", name)].append(name)
-    for names in kinds.values():
-        middle = median(amaxes[name] for name in names)
-        for name in names if len(names) >= _FEWEST else ():
+    for layers in kinds.values():
+        middle = median(amaxes[name] for name in layers)
+        for name in layers if len(layers) >= _FEWEST else ():
             ratio = amaxes[name] / middle
             if not 1 / _FAR <= ratio <= _FAR:
                 text = (
                     f"its input scale stands for inputs of up to {amaxes[name]:.3g}, {ratio:.2g} times the median of"
-                    f" {len(names)} layers of its kind; measure the activations again"
+                    f" {len(layers)} layers of its kind; measure the activations again"
                 )
                 yield Issue("warning", name, text)
 
@@ -257,3 +272,371 @@ def _unequal(amaxes: Mapping[str, float], divides: set[str]) -> Iterator[Issue]:
             used = "the smallest amax, so larger inputs saturate" if divides & {*members} else "the largest amax"
             text = f"input scales differ by a factor of {max(found) / min(found):.4g}, although the layers read one"
             yield Issue("warning", group_name(*key), f"{text} input; vLLM uses {used}")
+
+
+def doubtful_declarations(model: Checkpoint) -> Iterator[Issue]:
+    """Yield an issue for each of these contradictions within a checkpoint:
+
+    - A config declares factors per column (AWQ), and no layer has them.
+    - Most NVFP4 layers have a tensor scale and some lack it, or the reverse.
+    - Layers seem to lack rows, columns or tensors, or to be transposed.
+    - The output head (lm_head) is quantized although the config ties it to the embedding.
+
+    The last is an error, all others are warnings. A warning also says which engines load a quantized output head.
+    """
+    lost = config_entries.lost_column_scales(model.config or {}, model.hf_quant_config, model.layers)
+    if lost:
+        yield Issue("warning", "config.json", lost)
+    weights, config = [*model.weights.values()], configs.with_declaration(model.config or {}, model.hf_quant_config)
+    found = [*lost_tensor_scales(model.layers.values()), *doubtful_layers(weights, config, model.tensors)]
+    yield from (Issue("warning", "model", text) for text in found)
+    tied = tied_head(weights, config)
+    if tied:
+        yield Issue("error", "config.json", tied)
+        return
+    for name, weight in model.layers.items():
+        if weight.form.format not in (mlx.FORMAT, comfy.FORMAT) and name.rpartition(".")[2] == "lm_head":
+            yield Issue("warning", name, _QUANTIZED_HEAD)
+
+
+# vllm#42124, #44081, #52543
+_QUANTIZED_HEAD = (
+    "is quantized; vLLM loads it in Model-Optimizer's formats, if the class of the model gives its head a quantization"
+    " config; otherwise, and in older versions, loading fails ('no module or parameter named lm_head.input_scale');"
+    " SGLang is not known to load it; to be safe, leave it unquantized, and name it in the exclusion list"
+)
+
+
+def unusable_tensor_scales(weights: Iterable[Weight]) -> Iterator[Issue]:
+    """Yield an issue for each layer or stack with a tensor scale that is zero, negative, NaN or infinite."""
+    # The issue is a warning if all such scales of the layer are zero, otherwise an error.
+    with Readers() as readers:
+        for weight in weights:
+            place = weight.parts.get(table.TENSOR_SCALE)
+            if place is None or weight.form.format in _CHECKED_FORMATS:
+                continue
+            values = np.asarray(readers.array(place).reshape(-1), np.float32)
+            wrong = values[~((values > 0) & np.isfinite(values))]
+            if wrong.size:
+                severity = "warning" if (wrong == 0).all() else "error"
+                name = place.entry.name.removeprefix(f"{weight.name}.")
+                yield Issue(severity, weight.name, f"{name} is {wrong[0]}; a positive finite number is needed")
+
+
+# The formats whose tensor scales loader_issues checks.
+_CHECKED_FORMATS = ("modelopt", "compressed-tensors", "deepseek-v4")
+
+
+def refused_items(items: Iterable[Item]) -> Iterator[Issue]:
+    """Yield an error for every item that fp4kit refuses to read, and a warning for every doubtful or ignored item."""
+    for item in items:
+        if item.group in (config_entries.DOUBTFUL, config_entries.REFUSED, config_entries.IGNORED):
+            why = f"left out by --ignore; {item.why}" if item.group == config_entries.IGNORED else item.why
+            yield Issue("error" if item.group == config_entries.REFUSED else "warning", item.subject, why)
+
+
+_FACTS = (
+    ("nan_codes", "error", "codes that are NaN"),
+    ("nan_scales", "error", "block scales that are NaN or infinite"),
+    ("negative_scales", "error", "block scales that are negative, which inverts signs"),
+    ("zero_scales", "warning", "block scales that are zero although their codes are not; the values are lost"),
+    ("nonfinite", "warning", "values of the source that are NaN or infinite"),
+)
+
+
+def stored_issues(name: str, tally: StoredCounts) -> Iterator[Issue]:
+    """Yield an issue for each count of a layer that should be 0 but is not, such as the number of NaN block scales."""
+    for fact, severity, text in _FACTS:
+        count = getattr(tally, fact)
+        if count:
+            yield Issue(severity, name, text, count=count)
+    doubt = doubt_about(tally.reach, 0)
+    if doubt:
+        yield Issue("warning", name, doubt)
+
+
+def loader_issues(model: Checkpoint, tensor_scales: Mapping[str, float]) -> Iterator[Issue]:
+    """Yield an issue for each fault that the engines for this kind of checkpoint would meet when they load it."""
+    form, config = _form(model.layers.values()), configs.with_declaration(model.config or {}, model.hf_quant_config)
+    if only := _only_engine(model, form, config):
+        engine, faults = only
+        yield from (Issue("error", name, text, engine) for name, text in faults)
+        return
+    is_quantized, unloaded = form is not None, selection.diffusers_warning(config)
+    declared_only = "" if is_quantized else config_entries.unfulfilled(config, model.hf_quant_config)
+    unchecked = (
+        (is_quantized and unloaded is not None, "warning", unloaded),
+        (is_quantized and is_one_file(model.root), "warning", _ONE_FILE),
+        (not is_quantized and model.unrecognised, "warning", _UNKNOWN_FORMAT),
+        (declared_only, "error", declared_only),
+    )
+    reason = next((Issue(severity, "model", str(text)) for applies, severity, text in unchecked if applies), None)
+    yield from _required(model, form, config, tensor_scales) if reason is None else (reason,)
+
+
+def _only_engine(
+    model: Checkpoint, form: Container | None, config: Mapping[str, Any]
+) -> tuple[str, Iterable[tuple[str, str]]] | None:
+    """Return (engine, faults as (name, text)) for the formats that only one engine loads; None for all others."""
+    if is_gguf_config(config):
+        scaled = [name for name, weight in model.layers.items() if table.TENSOR_SCALE in weight.parts]
+        return names.ENGINE, names.scale_troubles(config[names.ARCHITECTURE], scaled, model.tensors)
+    if form is not None and form.format == mlx.FORMAT:
+        return mlx.ENGINE, mlx.troubles(config, {name: w.form for name, w in model.layers.items()})
+    if form is not None and form.format == comfy.FORMAT:
+        layers = model.layers.values()
+        own = {w.name: (w.form, w.shape) for w in layers if w.form.format == comfy.FORMAT}
+        tagged = [w.parts for w in layers if table.TAG in w.parts or table.TAG in w.form.suffixes]
+        scalars = (table.TENSOR_SCALE, table.INPUT_SCALE)
+        entries = [parts[part].entry for parts in tagged for part in scalars if part in parts]
+        return comfy.ENGINE, [*comfy.troubles(own), *comfy.wrong_dtypes({e.name: e.dtype for e in entries})]
+    return None
+
+
+def _required(
+    model: Checkpoint, form: Container | None, config: Mapping[str, Any], tensor_scales: Mapping[str, float]
+) -> Iterator[Issue]:
+    """Yield what the engines require of the layers in ``form``, then of the layers in other containers."""
+
+    def findings(known: str, is_own: Callable[[str], bool], *declared: Any) -> Iterator[Issue]:
+        tensors = {t: (e.dtype, e.shape) for t, (_, e) in model.tensors.items() if is_own(t)}
+        scales = {tensor: scale for tensor, scale in tensor_scales.items() if is_own(tensor)}
+        return iter(requirements.findings(known, tensors, scales, *declared))
+
+    name = "bf16" if form is None else _container_id(form, model.layers.values(), config)
+    others = _other_layers(model, form)
+    left_out = part_names(model.layers[layer] for layers in others.values() for layer in layers)
+    if name not in LOADED:
+        yield _unknown(name, [n for n, w in model.layers.items() if form and w.form.name == form.name])
+    elif form is not None and form.format == "modelopt" and configs.is_mixed(config):
+        declared = configs.declared_for(form.kind, name, config)
+        yield from findings(name, lambda tensor: tensor not in left_out, declared)
+        yield from (Issue("error", layer, _UNLISTED, "vLLM") for layer in configs.unlisted_layers(config, model.layers))
+        ids = [name, *(_container_id(container(one), (), config) for one in others)]
+        yield from (Issue("warning", "model", text) for text in support.mixture_warnings(ids))
+    else:
+        declared = configs.declared_for(form.kind, name, config) if others and form is not None else config
+        yield from findings(name, lambda tensor: tensor not in left_out, declared, model.hf_quant_config)
+        yield from _exclusions(model, name, form, config)
+    for other, layers in others.items():
+        own = [model.layers[layer] for layer in layers]
+        known = _container_id(container(other), own, config)
+        if known in LOADED:
+            is_own = part_names(own).__contains__
+            yield from findings(known, is_own, configs.declared_for(container(other).kind, known, config))
+        else:
+            yield _unknown(other, layers)
+
+
+def is_one_file(path: Path) -> bool:
+    """Return whether a path names a single file rather than a directory; the path need not exist yet."""
+    return path.is_file() or (path.suffix.lower() == ".safetensors" and not path.is_dir())
+
+
+_ONE_FILE = "is one file without config.json, so what engines make of it was not checked; they load directories"
+_UNKNOWN_FORMAT = "the requirements of loaders are not known for this format, so not checked"
+_UNLISTED = "is not named in quantized_layers, so it is loaded as unquantized"
+
+
+def _unknown(container: str, names: list[str]) -> Issue:
+    """Return a warning that layers in a container are not checked, because the requirements of engines are unknown."""
+    text = f"{container}: the requirements of loaders are not known, so {len(names)} layers are not checked"
+    return Issue("warning", "model", text)
+
+
+def _other_layers(model: Checkpoint, form: Container | None) -> dict[str, list[str]]:
+    """Return the layers of a mixed checkpoint that are in other containers than ``form``, as {container: layer
+    names}.
+    """
+    found: dict[str, list[str]] = defaultdict(list)
+    beside = is_deepseek_v4(model.config or {})
+    for name, weight in model.layers.items():
+        other = weight.container
+        if other is not None and form is not None and other.name != form.name and not beside:
+            found[other.name].append(name)
+    if form is table.MODELOPT_NVFP4:  # its requirements hold for stacks too
+        found.pop(table.MODELOPT_STACKS.name, None)
+    return found
+
+
+def _form(weights: Iterable[Weight]) -> Container | None:
+    """Return the container that most layers have, or None if no layer is quantized."""
+    # Containers that ``--format`` can write take precedence, because the requirements of engines are known only for
+    # them.
+    # Count containers by name, because the block of an FP8 container may depend on the row length of its layer.
+    counts = Counter(container(weight.form.name) for weight in weights)
+    usable = {form: count for form, count in counts.items() if form.format} or counts
+    return max(usable, key=lambda form: usable[form], default=None)
+
+
+def _container_id(form: Container, weights: Iterable[Weight], config: Mapping[str, Any]) -> str:
+    """Return the name by which loaders/ knows the container ``form``, such as "modelopt NVFP4"."""
+    declared = config.get("quantization_config")
+    method = declared.get("quant_method") if isinstance(declared, Mapping) else None
+    if form.kind == table.DEEPSEEK_V4_NVFP4.kind and is_deepseek_v4(config) and method == "fp8":
+        return table.DEEPSEEK_V4_NVFP4.name
+    algo = declared.get("quant_algo") if isinstance(declared, Mapping) else None
+    # A layer that fits in one block looks like FP8 with one scale per layer, so every kind of FP8 is accepted.
+    if str(algo).upper() == "FP8_PB_WO" and form.kind.startswith("fp8"):
+        return table.FP8_LAYERS[2].name
+    if algo in ("NVFP4", "W4A16_NVFP4"):
+        return configs.container_id(form, algo == "NVFP4")
+    have = [table.INPUT_SCALE in weight.parts for weight in weights if weight.form.name == form.name]
+    return configs.container_id(form, 2 * sum(have) > len(have))
+
+
+def _exclusions(model: Checkpoint, name: str, form: Container | None, config: Mapping[str, Any]) -> Iterator[Issue]:
+    """Yield a finding for each module that an engine would load wrongly because of the checkpoint's exclusion list."""
+    declared = config.get("quantization_config")
+    syntax = LOADED[name].syntax
+    if form is None or not READERS.get(name) or syntax is None or not isinstance(declared, Mapping):
+        return
+    try:
+        patterns = exclusions.listed(syntax, declared)
+    except ValueError as error:
+        patterns = ()
+        for reader in READERS[name]:
+            yield finding(reader.engine, "error", "config.json", str(error))
+    yield from exclusions.check(name, patterns, _unquantized(model, form), list(model.layers), config)
+
+
+def unquantized_by_engine(model: Checkpoint) -> dict[str, dict[str, bool]]:
+    """Return engine -> module -> whether the engine leaves it unquantized, as it reads the exclusion list."""
+    form, config = _form(model.layers.values()), configs.with_declaration(model.config or {}, model.hf_quant_config)
+    declared = config.get("quantization_config")
+    if form is None or not isinstance(declared, Mapping) or configs.is_mixed(config) or is_gguf_config(config):
+        return {}
+    name = _container_id(form, model.layers.values(), config)
+    if name not in LOADED or LOADED[name].syntax is None:
+        return {}
+    try:
+        patterns = exclusions.listed(str(LOADED[name].syntax), declared)
+    except ValueError:
+        return {}
+    modules = [*_unquantized(model, form), *model.layers]
+    return exclusions.unquantized(name, patterns, modules, config)
+
+
+def _unquantized(model: Checkpoint, form: Container) -> list[str]:
+    """Return the names of the unquantized linear layers and stacks of experts, which must be in the exclusion list."""
+    facts = selection.model_facts(model.config or {})
+    parts = part_names(model.layers.values())
+    # A stack may be stored as [E, K, N] and is then taken for [E, N, K]. This can change the reason why it is
+    # unquantized, but not whether it must be listed.
+    found = [
+        selection.candidate(name, entry.dtype, entry.shape, facts)
+        for name, (_, entry) in model.tensors.items()
+        if name not in parts
+    ]
+    found = [one for one in found if not selection.is_embedding_table(one)]  # such tables occur in vision towers
+    decisions = selection.decide(found, selection.Wishes(), form.row_multiple)
+    return [one.module for one in found if decisions[one.name].converted or decisions[one.name].listed]
+
+
+def grouped(issues: Iterable[Issue]) -> list[tuple[Issue, list[str]]]:
+    """Merge issues that have equal severity, loader and text, so that a report can show them in one line."""
+    found: dict[tuple[str, str, str], list[Issue]] = defaultdict(list)
+    for issue in issues:
+        found[issue.severity, issue.loader, issue.text].append(issue)
+    sums = (replace(same_text[0], count=sum(issue.count for issue in same_text)) for same_text in found.values())
+    return [(issue, [one.subject for one in same_text]) for issue, same_text in zip(sums, found.values(), strict=True)]
+
+
+# bits of a code -> how far below the usual SQNR, in decibels, a stored matrix may be. Calibration and similar
+# algorithms change the SQNR by a few decibels; wrong scales, swapped nibbles and underflow change it by more.
+MARGIN_DB = {4: 10.0, 8: 15.0}
+# bits of a code -> an SQNR in decibels from which on a matrix is not compared with the usual SQNR of its format, which
+# is at most 22 dB for 4-bit codes and 33 dB for 8-bit codes of normally distributed weights
+SOUND_DB = {4: 12.0, 8: 18.0}
+
+
+def zeros_of(name: str, tally: StoredCounts) -> Iterator[Issue]:
+    """Yield the losses of a matrix that is zero where its source is not, with the causes that the source proves."""
+    lost = tally.flushed_blocks - tally.underflowed_blocks - tally.emptied_blocks
+    if tally.emptied_blocks:
+        yield Issue("error", name, _EMPTIED, count=tally.emptied_blocks)
+    if lost:
+        yield Issue("error", name, _LOST_SCALES, count=lost)
+    used = tally.blocks - (tally.zero_blocks - tally.flushed_blocks)  # blocks that are not zero in the source
+    if 2 * tally.underflowed_blocks > used:
+        yield Issue("error", name, _MOSTLY_UNDERFLOWED, count=tally.underflowed_blocks)
+    elif tally.underflowed_blocks:
+        yield Issue("warning", name, _UNDERFLOWED, count=tally.underflowed_blocks)
+
+
+def noise_of(name: str, found: float | None, usual_db: float | None, bits: int, is_of_recipe: bool) -> Iterator[Issue]:
+    """Yield an error if the SQNR of a matrix is far below the usual one."""
+    if found is None or usual_db is None or found >= usual_db - MARGIN_DB[bits]:
+        return
+    end = (
+        "the recipe's scales cannot hold these values; use another recipe, or leave the layer unquantized"
+        if is_of_recipe
+        else "run fp4kit identify with this source"
+    )
+    below = f"{usual_db - found:.1f} dB below what {bits} bits usually give on this layer"
+    yield Issue("error", name, f"SQNR is {found:.1f} dB, {below}; {end}")
+
+
+_EMPTIED = (
+    "blocks whose codes are all zero under scales that are not, although the source is not zero, so that the codes were"
+    " lost"
+)
+_LOST_SCALES = (
+    "blocks whose scales are zero although the source needs scales that the format has, so that the scales were lost"
+)
+_UNDERFLOWED = "blocks that are zero although the source is not, because their scales underflow"
+_ADVICE = "use a recipe whose scales hold smaller values, or leave the layer unquantized"
+_MOSTLY_UNDERFLOWED = (
+    f"most blocks are zero although the source is not, because their scales underflow; {_ADVICE}; zero blocks"
+)
+
+
+def is_low(tally: StoredCounts, bits: int) -> bool:
+    """Return whether the SQNR of a matrix is so low that it must be compared with the usual SQNR of its format."""
+    return tally.sqnr_db is not None and tally.sqnr_db < SOUND_DB[bits]
+
+
+def is_all_zero(tally: StoredCounts) -> bool:
+    """Return whether all stored values of a matrix are zero."""
+    return tally.blocks > 0 and tally.zero_blocks == tally.blocks
+
+
+def emptiness_of(name: str, tally: StoredCounts, scale: ElementFormat | None, share: float) -> Iterator[Issue]:
+    """Yield a finding about a matrix without a source if most of its blocks are zero."""
+    if 2 * tally.zero_blocks <= tally.blocks:
+        return
+    low = 0.0 if scale is None else _NEAR_SMALLEST * float(scale.min_subnormal)
+    tells = "verify with --source tells"
+    if not is_all_zero(tally) and tally.largest_scale <= low:
+        yield Issue("error", name, _UNDERFLOWED_ALONE, count=tally.zero_blocks)
+    elif not is_all_zero(tally):
+        text = f"most blocks are zero, which is a fault unless the layer is sparse; {tells}; zero blocks"
+        yield Issue("warning", name, text, count=tally.zero_blocks)
+    elif tally.smallest_scale < tally.largest_scale:
+        yield Issue("error", name, LOST_CODES)
+    elif share > 0.5:
+        yield Issue("error", name, "all values are zero, as in most layers of this model, so the weights were lost")
+    else:
+        yield Issue("warning", name, f"all values are zero, which is a fault unless the layer was pruned; {tells}")
+
+
+_NEAR_SMALLEST = 8  # a scale of at most this many times the smallest one has at most 3 significant bits
+_UNDERFLOWED_ALONE = (
+    "most blocks are zero, and all scales are near the smallest one of their format, so that the others underflowed;"
+    " quantize the layer with a recipe whose scales hold smaller values; zero blocks"
+)
+
+
+def findings_of_rotation(rotated_layers: Collection[str], tensors: Iterable[str]) -> Iterator[Issue]:
+    """Yield a finding (warning) for each engine that cannot run rotated layers, or may give wrong outputs for them."""
+    stored = {*tensors}
+    biased = [layer for layer in rotated_layers if f"{layer}.bias" in stored]
+    ignores = "ignores transform_config and does not rotate inputs, so the outputs of the model are wrong"
+    unknown = "is not known to rotate inputs; an engine that does not gives wrong outputs"
+    for engine, layers, why in (
+        ("transformers", rotated_layers, ignores),
+        ("SGLang", rotated_layers, unknown),
+        ("vLLM", biased, f"does not run rotated layers that have a bias ({listed(biased)})"),
+    ):
+        if layers:
+            yield finding(engine, "warning", "model", why)

@@ -29,17 +29,17 @@ from fp4kit.checkpoint.convert.convert import (
     paths_to_write,
 )
 from fp4kit.checkpoint.convert.demo import SENTENCES, cosines_of_embeddings, demo_source
+from fp4kit.checkpoint.convert.job import Losses
 from fp4kit.checkpoint.convert.run_jobs import leftovers_of, remove_leftovers
 from fp4kit.checkpoint.executors import Options, cluster
-from fp4kit.checkpoint.findings import findings_of_plan, lines_of
+from fp4kit.checkpoint.findings import findings_of_plan, is_one_file, lines_of
 from fp4kit.checkpoint.model.statistics import sqnr_db
 from fp4kit.checkpoint.plan.assign_recipes import CANDIDATES, KEEP, Assignment, assign_recipes, shown_points
 from fp4kit.checkpoint.plan.make_plan import make_plan
 from fp4kit.checkpoint.plan.plan import Plan
 from fp4kit.checkpoint.plan.request import OPTIONS, RequestOptions
-from fp4kit.checkpoint.plan.scale_search import Activations, Losses, ScaleSearch
+from fp4kit.checkpoint.plan.scale_search import Activations, ScaleSearch
 from fp4kit.checkpoint.selection.selection import Wishes
-from fp4kit.checkpoint.verify.integrity import is_one_file
 from fp4kit.cli import conversion_summary
 from fp4kit.cli.command import DIFFERENT, DONE, Command, path_flag
 from fp4kit.cli.output import Output

@@ -32,6 +32,8 @@ ELEMENTS_PER_CALL = 1 << 26
 _threads: ContextVar[int | None] = ContextVar("threads", default=None)
 _default: list[int] = []
 _warned: list[str] = []
+# True if only the specification computes on NumPy arrays, as within fp4kit.specification().
+specification_only: ContextVar[bool] = ContextVar("specification_only", default=False)
 
 
 _KINDS: dict[str, Any] = {
@@ -285,6 +287,11 @@ def functions() -> Any:
     if found.functions is None:
         raise Declined(f"the CPU engine is not available: {found.level}")
     return found.functions
+
+
+def is_compiled() -> bool:
+    """Return whether calls on NumPy arrays use the compiled engine in this thread or task."""
+    return not specification_only.get() and library().functions is not None
 
 
 def set_num_threads(count: int) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager, nullcontext
-from contextvars import ContextVar
 from functools import wraps
 from sys import modules
 from typing import Any, ParamSpec, TypeVar
@@ -21,7 +20,7 @@ from fp4kit.arrays import imports, returns
 from fp4kit.call.parse import Call, Declined, each
 from fp4kit.cpu import cached_calls as cpu_cached
 from fp4kit.cpu import engine as cpu
-from fp4kit.cpu.library import library, limited_threads
+from fp4kit.cpu.library import library, limited_threads, specification_only
 from fp4kit.host import engine as reference
 from fp4kit.host import plans
 from fp4kit.quantized.container import Quantized
@@ -35,8 +34,6 @@ Key = tuple[Hashable, ...]
 _UNKNOWN: Any = object()
 # The cached call of each key. None records that the engine cannot make one, so that it does not try again.
 _CALLS: dict[Key, Callable[..., Any] | None] = {}
-# True if only the specification computes on NumPy arrays, as within fp4kit.specification().
-specification_only: ContextVar[bool] = ContextVar("specification_only", default=False)
 
 
 def find(op: str, arrays: tuple[Any, ...], *others: Hashable) -> tuple[Key | None, Callable[..., Any] | None]:
@@ -182,11 +179,6 @@ class Engine(str):
 
     def __repr__(self) -> str:
         return f"{str(self)!r} ({self.why})" if self.why else repr(str(self))
-
-
-def is_compiled() -> bool:
-    """Return whether calls on NumPy arrays use the compiled engine in this thread or task."""
-    return not specification_only.get() and library().functions is not None
 
 
 def engine() -> Engine:

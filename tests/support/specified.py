@@ -16,6 +16,7 @@ from unittest.mock import patch
 
 import pytest
 
+from fp4kit.cpu import library
 from fp4kit.ops import engines
 
 KERNELS = re.compile(r".*/test_(gpu_\w+|\w+_on_host)|.*/support/host/test_\w+")
@@ -39,7 +40,7 @@ def specification_everywhere() -> Iterator[None]:
     fp4kit.specification() does not affect threads that start inside it.
     """
     always = ContextVar("specification_only", default=True)
-    with patch.object(engines, "specification_only", always):
+    with patch.object(engines, "specification_only", always), patch.object(library, "specification_only", always):
         yield
 
 

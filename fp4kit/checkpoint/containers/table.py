@@ -278,7 +278,7 @@ class Container:
         # Element format, scale format, block size and tensor scaling must agree.
         # A recipe that only fakes quantization cannot be stored.
         scaling = {"fp8 rows": "row", "fp8": "block"}.get(self.kind, "tensor" if self.has_tensor_scale else "none")
-        size = recipe.block_size == self.group_size if recipe.block else self.kind in ("fp8 rows", "fp8 tensor")
+        size = recipe.block[1] == self.group_size if recipe.block else self.kind in ("fp8 rows", "fp8 tensor")
         if self.kind == "fp8":
             size = recipe.block == self.block
         parts = recipe.element, recipe.scale, recipe.tensor_scaling

@@ -28,28 +28,28 @@ from fp4kit.checkpoint.convert.job import (
     RENAME,
     REQUANTIZE,
     Changes,
+    Done,
     Job,
+    Losses,
     Measured,
     Survival,
     action_of,
 )
-from fp4kit.checkpoint.convert.rows import Done, refused_carry
+from fp4kit.checkpoint.convert.rows import refused_carry
 from fp4kit.checkpoint.executors import Options, Prefetcher, executor_of, pending_limit, run_all, start_devices
 from fp4kit.checkpoint.findings import findings_of_files, opened
 from fp4kit.checkpoint.model import model_files
-from fp4kit.checkpoint.model.doubtful_codes import CERTAIN, SWAPPED_NIBBLES, swapped_layers
+from fp4kit.checkpoint.model.doubts import CERTAIN, SWAPPED_NIBBLES, swapped_layers
 from fp4kit.checkpoint.model.slabs import SLAB_BYTES
 from fp4kit.checkpoint.model.statistics import doubt_about
 from fp4kit.checkpoint.model.weights import weights_of
 from fp4kit.checkpoint.plan.make_plan import make_plan
 from fp4kit.checkpoint.plan.plan import OutputFile, Plan, check_target, configs, final_path, jobs_of
 from fp4kit.checkpoint.plan.request import RequestOptions, takes_options
-from fp4kit.checkpoint.plan.scale_search import Losses
 from fp4kit.checkpoint.verify.reencode import sampled_losses
 from fp4kit.contract.schema import FILE
-from fp4kit.cpu.library import num_threads
+from fp4kit.cpu.library import is_compiled, num_threads
 from fp4kit.lazy import lazy_property
-from fp4kit.ops.engines import is_compiled
 from fp4kit.recipes import Recipe
 from fp4kit.storage.files import CheckpointError, dump_object, listed, shown, write_file
 from fp4kit.storage.gguf_file import GgufFile, read_gguf

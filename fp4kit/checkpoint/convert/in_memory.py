@@ -23,7 +23,7 @@ from fp4kit.checkpoint.containers.table import CODES, INPUT_SCALE, SCALES, TENSO
 from fp4kit.checkpoint.convert.job import input_scale_of, usable_tensor_scale
 from fp4kit.checkpoint.convert.rows import divisor_of, stored_scales
 from fp4kit.checkpoint.model.closed_world import is_known_beside
-from fp4kit.checkpoint.model.unlike_layers import named_twice
+from fp4kit.checkpoint.model.doubts import named_twice
 from fp4kit.checkpoint.model.weights import Weight, has_transposed_stacks, looks_quantized, pieces, stack_shape
 from fp4kit.checkpoint.plan.layer_recipes import LayerQuantization, Mixture, check_input_scale, experts_only
 from fp4kit.checkpoint.plan.request import UNQUANTIZED, Request

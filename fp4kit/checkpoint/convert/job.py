@@ -305,6 +305,56 @@ class Survival(NamedTuple):
         return math.sqrt(self.wanted / self.signal)
 
 
+class Losses(NamedTuple):
+    """The squared errors of a layer before and after a scale search, summed in float64.
+
+    If there are column weights, every term of the three sums is multiplied by its column's weight.
+
+    Attributes:
+        signal: the sum of x^2 over the unquantized values x.
+        before: the sum of squared errors with scales computed from the block amax.
+        after: the sum of squared errors with the searched scales.
+    """
+
+    signal: float = 0.0
+    before: float = 0.0
+    after: float = 0.0
+
+    def plus(self, other: Losses) -> Losses:
+        """Return the sum of these Losses and ``other``, field by field, for example over the parts of a layer."""
+        return Losses(*(a + b for a, b in zip(self, other, strict=True)))
+
+
+class Done(NamedTuple):
+    """A record that a job has written its output.
+
+    Attributes:
+        key: the key of the job.
+        crc32: the CRC-32 of the bytes written to each target, in the order of ``Job.targets``.
+        action: the action that was taken. It may differ from ``Job.action``: a cast may become a requantization.
+        replaced: the number of NaN and infinite values that were replaced.
+        losses: the squared errors without and with the scale search; zeros if the job searched no block scales.
+        changes: what changed; zeros if the action was neither "cast" nor "rescale".
+        survival: how much of an adapter's update is left; zeros if the job added no update.
+        is_weak: True if many new blocks are zero, or have a scale at an end of its format, so that their values may be
+            lost.
+    """
+
+    key: str
+    crc32: str
+    action: str
+    replaced: int = 0
+    losses: Losses = Losses()
+    changes: Changes = Changes()
+    survival: Survival = Survival()
+    is_weak: bool = False
+
+    @property
+    def layer(self) -> str:
+        """The name of the layer or stack that the job converts."""
+        return self.key.rpartition("#")[0]
+
+
 class ChannelWeights(NamedTuple):
     """Describe where an imatrix file stores the column weights of one matrix, so that a job can read them later.
 

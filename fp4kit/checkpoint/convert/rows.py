@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from math import lcm
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import ml_dtypes
 import numpy as np
@@ -39,7 +39,9 @@ from fp4kit.checkpoint.convert.job import (
     RESCALE,
     Changes,
     ChannelWeights,
+    Done,
     Job,
+    Losses,
     Sink,
     Survival,
     check_input_scale,
@@ -51,7 +53,7 @@ from fp4kit.checkpoint.convert.job import (
 )
 from fp4kit.checkpoint.model.slabs import Readers, Slab, row_chunks, scalar_of, slabs, tensor_scale_of, values_of
 from fp4kit.checkpoint.model.weights import TENSOR_SCALE, Weight
-from fp4kit.checkpoint.plan.scale_search import BLOCK_RECIPES, Losses
+from fp4kit.checkpoint.plan.scale_search import BLOCK_RECIPES
 from fp4kit.formats import E2M1, E4M3, E8M0, FLT_MAX, FLT_MIN, ElementFormat
 from fp4kit.ops.amax import search_scales
 from fp4kit.ops.quantize import dequantize, quantize
@@ -157,36 +159,6 @@ def _weak_counts(q: Quantized) -> np.ndarray:
         low = _LOW_CODE if scale.has_zero else 0
         found[2:] = np.count_nonzero((codes <= low) | (codes >= scale.max_code)), codes.size
     return np.array(found)
-
-
-class Done(NamedTuple):
-    """A record that a job has written its output.
-
-    Attributes:
-        key: the key of the job.
-        crc32: the CRC-32 of the bytes written to each target, in the order of ``Job.targets``.
-        action: the action that was taken. It may differ from ``Job.action``: a cast may become a requantization.
-        replaced: the number of NaN and infinite values that were replaced.
-        losses: the squared errors without and with the scale search; zeros if the job searched no block scales.
-        changes: what changed; zeros if the action was neither "cast" nor "rescale".
-        survival: how much of an adapter's update is left; zeros if the job added no update.
-        is_weak: True if many new blocks are zero, or have a scale at an end of its format, so that their values may be
-            lost.
-    """
-
-    key: str
-    crc32: str
-    action: str
-    replaced: int = 0
-    losses: Losses = Losses()
-    changes: Changes = Changes()
-    survival: Survival = Survival()
-    is_weak: bool = False
-
-    @property
-    def layer(self) -> str:
-        """The name of the layer or stack that the job converts."""
-        return self.key.rpartition("#")[0]
 
 
 def slabs_of(job: Job, readers: Readers) -> Iterator[Slab]:

@@ -34,14 +34,15 @@ from fp4kit.checkpoint.convert.job import (
     RENAME,
     RESCALE,
     Changes,
+    Done,
     Job,
+    Losses,
     Measured,
     Sink,
     Survival,
     Target,
 )
 from fp4kit.checkpoint.convert.rows import (
-    Done,
     exponents_of_blocks,
     is_carried_exactly,
     keeps_codes,
@@ -55,7 +56,7 @@ from fp4kit.checkpoint.convert.rows import (
     write_rescaled,
 )
 from fp4kit.checkpoint.executors import FunctionCall, Progress, run_all
-from fp4kit.checkpoint.model.doubtful_codes import doubt_of
+from fp4kit.checkpoint.model.doubts import doubt_of
 from fp4kit.checkpoint.model.model_files import Digest, Source, digest_of, load_manifest
 from fp4kit.checkpoint.model.slabs import (
     Readers,
@@ -69,7 +70,6 @@ from fp4kit.checkpoint.model.slabs import (
 from fp4kit.checkpoint.model.statistics import amax_and_nonfinite, amax_and_nonfinite_on, reach_and_lost_blocks
 from fp4kit.checkpoint.model.weights import Located
 from fp4kit.checkpoint.plan.request import Request
-from fp4kit.checkpoint.plan.scale_search import Losses
 from fp4kit.storage.files import MAX_BYTES, CheckpointError, shown
 from fp4kit.storage.gguf_file import GgufFile
 from fp4kit.storage.safetensors_file import NUMPY_DTYPES, SafetensorsFile

@@ -19,7 +19,6 @@ from zlib import crc32
 import numpy as np
 
 from fp4kit.checkpoint.containers.table import CODES, COLUMN_SCALE, LOW_RANK_A, SCALES, TENSOR_SCALE, Container
-from fp4kit.checkpoint.counterparts import Counterparts, Origin, TurnedOrigin
 from fp4kit.checkpoint.identify.corruptions import StoredLayer
 from fp4kit.checkpoint.identify.diagnose import Fp8Layer
 from fp4kit.checkpoint.identify.hypotheses import recipes_of
@@ -28,6 +27,7 @@ from fp4kit.checkpoint.model.inspect import recorded
 from fp4kit.checkpoint.model.model_files import Source
 from fp4kit.checkpoint.model.slabs import Readers, scales_of, slabs, tensor_scale_of, values_of
 from fp4kit.checkpoint.model.statistics import amax_and_nonfinite
+from fp4kit.checkpoint.model.transforms import Counterparts, Origin, TurnedOrigin
 from fp4kit.checkpoint.model.weights import Located, Weight, WeightRotation
 from fp4kit.checkpoint.selection.names import join_module, shared_amax_groups, split_module
 from fp4kit.recipes import RECIPES, Recipe

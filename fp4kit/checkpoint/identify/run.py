@@ -13,18 +13,17 @@ import numpy as np
 import numpy.typing as npt
 
 from fp4kit.checkpoint.containers.table import SCALES
-from fp4kit.checkpoint.counterparts import TurnedOrigin
 from fp4kit.checkpoint.executors import Options, executor_of, pending_limit, run_all
 from fp4kit.checkpoint.identify import layer_pairs, verdicts
 from fp4kit.checkpoint.identify.layer_pairs import LayerSpec
 from fp4kit.checkpoint.identify.verdicts import CheckpointVerdict, LayerSeries, LayerVerdict
 from fp4kit.checkpoint.model.closed_world import check_model
-from fp4kit.checkpoint.model.doubtful_codes import doubt_of, is_empty
+from fp4kit.checkpoint.model.doubts import doubt_of, is_empty
 from fp4kit.checkpoint.model.inspect import Checkpoint, quantization_summary
 from fp4kit.checkpoint.model.model_files import open_source
 from fp4kit.checkpoint.model.slabs import Readers, scales_of, slabs, values_of
 from fp4kit.checkpoint.model.statistics import doubts_of, reference_of, sampled_magnitudes
-from fp4kit.checkpoint.model.transforms import undo
+from fp4kit.checkpoint.model.transforms import TurnedOrigin, undo
 from fp4kit.checkpoint.model.weights import Weight, weights_of
 from fp4kit.layouts import unpacked
 from fp4kit.storage.files import CheckpointError

@@ -285,6 +285,11 @@ def is_gguf_config(config: Mapping[str, Any]) -> bool:
     return ARCHITECTURE in config
 
 
+def is_deepseek_v4(config: Mapping[str, Any]) -> bool:
+    """Return whether a model is DeepSeek-V4 or V4.1, judged by ``model_type`` in its config.json."""
+    return config.get("model_type") in ("deepseek_v4", "deepseek_v41")
+
+
 def open_source(root: Path) -> Source:
     """Open and check a model without reading tensor data, and return it as a Source."""
     if not root.is_dir():

@@ -21,8 +21,8 @@ import numpy.typing as npt
 from fp4kit.arithmetic import ieee
 from fp4kit.arrays.imports import making_current, to_device
 from fp4kit.checkpoint.containers.table import Container
+from fp4kit.checkpoint.model.doubts import role_of
 from fp4kit.checkpoint.model.slabs import Readers, codes_of, decode, row_chunks, scales_of, slabs, values_of
-from fp4kit.checkpoint.model.unlike_layers import role_of
 from fp4kit.checkpoint.model.weights import Weight
 from fp4kit.checkpoint.selection.names import shared_amax_groups
 from fp4kit.formats import FLT_MIN, ElementFormat

@@ -6,7 +6,7 @@ layers, need input scales or allow rotations of inputs.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -15,22 +15,17 @@ from typing import Any, NamedTuple
 from fp4kit.call.parse import HADAMARD_SIZES
 from fp4kit.checkpoint.containers import table
 from fp4kit.checkpoint.containers.configs import WRITTEN
-from fp4kit.checkpoint.containers.engines import Issue, finding
 from fp4kit.checkpoint.containers.table import GGUF_MXFP4, GGUF_NVFP4, GGUF_SCALED, Container
 from fp4kit.checkpoint.loaders.exclusions import container_of
 from fp4kit.checkpoint.model.inspect import Checkpoint
 from fp4kit.checkpoint.model.model_files import Source, is_gguf_config
 from fp4kit.checkpoint.model.weights import Weight, WeightRotation
 from fp4kit.checkpoint.selection import names
+from fp4kit.checkpoint.selection.names import first_match
 from fp4kit.checkpoint.selection.selection import Candidate
 from fp4kit.recipes import RECIPES, Recipe, several
 from fp4kit.storage.files import CheckpointError, listed, parse_object, shown
 from fp4kit.storage.safetensors_file import SafetensorsFile
-
-
-def first_match(patterns: Iterable[str], module: str) -> int | None:
-    """Return the index of the first pattern that matches a module name, or None if no pattern does."""
-    return next((i for i, pattern in enumerate(patterns) if fnmatchcase(module, pattern)), None)
 
 
 class LayerQuantization(NamedTuple):
@@ -233,11 +228,6 @@ def experts_only(form: Container | None) -> bool:
     return form in (table.GPT_OSS, table.DEEPSEEK_V4, table.DEEPSEEK_V4_NVFP4)
 
 
-def is_deepseek_v4(config: Mapping[str, Any]) -> bool:
-    """Return whether a model is DeepSeek-V4 or V4.1, judged by ``model_type`` in its config.json."""
-    return config.get("model_type") in ("deepseek_v4", "deepseek_v41")
-
-
 def rotated_weights(
     selected: Mapping[str, Weight],
     candidates: Mapping[str, Candidate],
@@ -280,18 +270,3 @@ def rotated_weights(
                 " rotated; change --hadamard-only"
             )
     return {name: replace(weight, rotation=rotation) for name, weight in chosen.items()}
-
-
-def findings_of_rotation(rotated_layers: Collection[str], tensors: Iterable[str]) -> Iterator[Issue]:
-    """Yield a finding (warning) for each engine that cannot run rotated layers, or may give wrong outputs for them."""
-    stored = {*tensors}
-    biased = [layer for layer in rotated_layers if f"{layer}.bias" in stored]
-    ignores = "ignores transform_config and does not rotate inputs, so the outputs of the model are wrong"
-    unknown = "is not known to rotate inputs; an engine that does not gives wrong outputs"
-    for engine, layers, why in (
-        ("transformers", rotated_layers, ignores),
-        ("SGLang", rotated_layers, unknown),
-        ("vLLM", biased, f"does not run rotated layers that have a bias ({listed(biased)})"),
-    ):
-        if layers:
-            yield finding(engine, "warning", "model", why)

@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 
 from fp4kit.checkpoint.containers.table import CT_NVFP4, GGUF_NVFP4
-from fp4kit.checkpoint.counterparts import Origin, gate_first, origins
 from fp4kit.checkpoint.model.model_files import Source, file_digest, is_gguf_config
 from fp4kit.checkpoint.model.slabs import Readers, values_of
 from fp4kit.checkpoint.model.statistics import sqnr_db
+from fp4kit.checkpoint.model.transforms import Origin, gate_first, origins
 from fp4kit.checkpoint.model.weights import (
     HeadOrder,
     Located,

@@ -19,16 +19,10 @@ from fp4kit.checkpoint.containers.engines import comfy, mlx
 from fp4kit.checkpoint.convert import job
 from fp4kit.checkpoint.convert.rows import check_carried, check_rescaled
 from fp4kit.checkpoint.model import closed_world
-from fp4kit.checkpoint.model.model_files import Source, is_gguf_config
+from fp4kit.checkpoint.model.model_files import Source, is_deepseek_v4, is_gguf_config
 from fp4kit.checkpoint.model.slabs import Readers, scalar_of
 from fp4kit.checkpoint.model.weights import Q8_0, Piece, Weight, any_quantized, layer_names, part_names
-from fp4kit.checkpoint.plan.layer_recipes import (
-    check_gguf,
-    check_input_scale,
-    experts_only,
-    is_deepseek_v4,
-    rotated_weights,
-)
+from fp4kit.checkpoint.plan.layer_recipes import check_gguf, check_input_scale, experts_only, rotated_weights
 from fp4kit.checkpoint.plan.request import Request
 from fp4kit.checkpoint.plan.source_layers import check_layers, expert_stacks, kv_cache_of, split_layers
 from fp4kit.checkpoint.selection import selection

@@ -9,7 +9,7 @@ import hashlib
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
@@ -667,46 +667,3 @@ class ScaleSearch:
             recipe: the recipe of the layer.
         """
         return f", scales {self.words}" if action in SEARCHED and self.supports(recipe) else ""
-
-
-def recorded_search(
-    request: Mapping[str, Any], config: Mapping[str, Any], requested: ScaleSearch | None
-) -> tuple[ScaleSearch | None, bool, list[str]]:
-    """Find the scale search to repeat when a converted checkpoint is verified."""
-    facts = request.get("scale_search")
-    if not isinstance(facts, Mapping):
-        said = str(config.get("scale_search", ""))
-        plain = said.removeprefix("weighted ")
-        facts = {"objective": plain} if plain == said else {"objective": plain, "sha256": None}
-    objective, weighted = facts.get("objective"), "sha256" in facts
-    if requested is not None:
-        if requested.objective == RECORDED:
-            requested = replace(requested, objective=objective or "mse")
-        differs = requested.columns is not None and facts.get("sha256") not in (None, requested.columns.sha256)
-        return requested, False, ["the column weights differ from those that the checkpoint was made with"] * differs
-    if not objective:
-        return None, False, []
-    try:
-        return ScaleSearch(objective), weighted, []
-    except CheckpointError:
-        return None, weighted, [f"the checkpoint records an unknown scale search: {shown(str(objective))}"]
-
-
-class Losses(NamedTuple):
-    """The squared errors of a layer before and after a scale search, summed in float64.
-
-    If there are column weights, every term of the three sums is multiplied by its column's weight.
-
-    Attributes:
-        signal: the sum of x^2 over the unquantized values x.
-        before: the sum of squared errors with scales computed from the block amax.
-        after: the sum of squared errors with the searched scales.
-    """
-
-    signal: float = 0.0
-    before: float = 0.0
-    after: float = 0.0
-
-    def plus(self, other: Losses) -> Losses:
-        """Return the sum of these Losses and ``other``, field by field, for example over the parts of a layer."""
-        return Losses(*(a + b for a, b in zip(self, other, strict=True)))

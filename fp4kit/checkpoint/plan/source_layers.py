@@ -23,9 +23,9 @@ from fp4kit.checkpoint.containers.configs import declared, entries, with_declara
 from fp4kit.checkpoint.containers.table import VALUES, OutputTensor
 from fp4kit.checkpoint.loaders.support import LLAMA4, STACKED_MOE, family_of
 from fp4kit.checkpoint.model.closed_world import is_known_beside, layer_above
+from fp4kit.checkpoint.model.doubts import misfits, tied_head, unfit_biases, unlike_layers
 from fp4kit.checkpoint.model.model_files import Source
 from fp4kit.checkpoint.model.slabs import Readers
-from fp4kit.checkpoint.model.unlike_layers import misfits, tied_head, unfit_biases, unlike_layers
 from fp4kit.checkpoint.model.weights import Piece, Rows, Weight, any_quantized, located
 from fp4kit.storage.files import CheckpointError, listed, shown
 from fp4kit.storage.safetensors_file import FLOAT_DTYPES, SafetensorsFile, TensorEntry

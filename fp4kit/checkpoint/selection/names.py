@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from fnmatch import fnmatchcase
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
@@ -480,3 +481,8 @@ def scale_troubles(architecture: str, scaled: Iterable[str], tensors: Collection
             yield module, f"ignores .scale in {architecture} models, so decoded values are wrong"
         elif _BEFORE_BIAS.fullmatch(module) and f"{module}.bias" in tensors:
             yield module, "aborts if a feed-forward layer has both a .bias and a .scale"
+
+
+def first_match(patterns: Iterable[str], module: str) -> int | None:
+    """Return the index of the first pattern that matches a module name, or None if no pattern does."""
+    return next((i for i, pattern in enumerate(patterns) if fnmatchcase(module, pattern)), None)

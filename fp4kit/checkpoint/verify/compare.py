@@ -22,12 +22,12 @@ import numpy as np
 from fp4kit.arithmetic import ieee
 from fp4kit.checkpoint.containers.config_entries import REFUSED, Item
 from fp4kit.checkpoint.containers.table import CT_NVFP4, GGUF_NVFP4
-from fp4kit.checkpoint.counterparts import Origin, origins
 from fp4kit.checkpoint.model import transforms
 from fp4kit.checkpoint.model.inspect import Checkpoint, inspect_checkpoint, natural_order
 from fp4kit.checkpoint.model.model_files import CONFIG, HF_QUANT_CONFIG, open_source
 from fp4kit.checkpoint.model.slabs import Readers, codes_of, row_chunks, tensor_scale_of, values_of
 from fp4kit.checkpoint.model.statistics import sqnr_db
+from fp4kit.checkpoint.model.transforms import Origin, origins
 from fp4kit.checkpoint.model.weights import Rows
 from fp4kit.checkpoint.plan.other_models import GgufNames, in_closest_order
 from fp4kit.storage.files import CheckpointError, listed

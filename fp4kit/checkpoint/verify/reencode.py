@@ -32,25 +32,23 @@ from fp4kit.checkpoint.convert.job import (
     action_of,
 )
 from fp4kit.checkpoint.convert.run_jobs import PIECE, join_group, measure_job, produce
-from fp4kit.checkpoint.counterparts import Counterparts, Origin, TurnedOrigin, origins
 from fp4kit.checkpoint.executors import run_all
+from fp4kit.checkpoint.findings import is_low, noise_of, zeros_of
 from fp4kit.checkpoint.identify.corruptions import StoredLayer
 from fp4kit.checkpoint.identify.diagnose import Fp8Layer, explain, explain_fp8, without_numbers
 from fp4kit.checkpoint.identify.layer_pairs import stored_layer
 from fp4kit.checkpoint.model import transforms
-from fp4kit.checkpoint.model.doubtful_codes import doubt_of
+from fp4kit.checkpoint.model.doubts import doubt_of
 from fp4kit.checkpoint.model.inspect import inspect_checkpoint
 from fp4kit.checkpoint.model.model_files import Source
 from fp4kit.checkpoint.model.slabs import Readers, Slab, slabs, values_of
 from fp4kit.checkpoint.model.statistics import StoredCounts, sqnr_db, tally, total
-from fp4kit.checkpoint.model.transforms import decodable
+from fp4kit.checkpoint.model.transforms import Counterparts, Origin, TurnedOrigin, decodable, origins
 from fp4kit.checkpoint.model.weights import Located, Weight, WeightRotation
-from fp4kit.checkpoint.plan.layer_recipes import first_match
 from fp4kit.checkpoint.plan.other_models import ADAPTER_SCALES, LoraAdapter
 from fp4kit.checkpoint.plan.scale_search import ScaleSearch
 from fp4kit.checkpoint.plan.source_layers import Restored
-from fp4kit.checkpoint.selection.names import shared_amax_groups
-from fp4kit.checkpoint.verify.integrity import is_low, noise_of, zeros_of
+from fp4kit.checkpoint.selection.names import first_match, shared_amax_groups
 from fp4kit.formats import E4M3, E5M2
 from fp4kit.ops.quantize import fake_quantize
 from fp4kit.recipes import Recipe

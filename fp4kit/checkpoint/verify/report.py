@@ -18,8 +18,8 @@ from statistics import median
 from typing import NamedTuple
 
 from fp4kit import __version__
+from fp4kit.checkpoint.findings import grouped
 from fp4kit.checkpoint.model.statistics import StoredCounts, total
-from fp4kit.checkpoint.verify.integrity import grouped
 from fp4kit.checkpoint.verify.verify import LayerReport, VerifyReport
 from fp4kit.storage.files import listed, shown, whole_file
 

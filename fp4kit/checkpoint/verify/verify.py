@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from fp4kit.arguments import as_index
+from fp4kit.checkpoint import findings
 from fp4kit.checkpoint.containers.engines import Issue
 from fp4kit.checkpoint.containers.table import CODES, INPUT_SCALE, SCALES, TENSOR_SCALE, VALUES, container
 from fp4kit.checkpoint.convert.job import DEQUANTIZE, RENAME
@@ -22,19 +23,19 @@ from fp4kit.checkpoint.findings import findings_of_files, opened, unlike_activat
 from fp4kit.checkpoint.loaders.requirements import Sharding, obstacles, sharding_of
 from fp4kit.checkpoint.model import transforms
 from fp4kit.checkpoint.model.closed_world import LEFT_OUT, check_model, is_attention_scale
-from fp4kit.checkpoint.model.doubtful_codes import CERTAIN, SWAPPED_NIBBLES, swapped_layers
+from fp4kit.checkpoint.model.doubts import CERTAIN, SWAPPED_NIBBLES, swapped_layers
 from fp4kit.checkpoint.model.inspect import Checkpoint
 from fp4kit.checkpoint.model.model_files import MANIFEST, Source, differences, load_manifest, open_source
 from fp4kit.checkpoint.model.slabs import Readers, tensor_scale_of
 from fp4kit.checkpoint.model.statistics import StoredCounts, doubts_of, magnitude_of, reference_of, total
 from fp4kit.checkpoint.model.transforms import decodable
 from fp4kit.checkpoint.model.weights import Located, WeightRotation, any_quantized, located, weights_of
-from fp4kit.checkpoint.plan.layer_recipes import first_match, patterns_in, recorded_include
+from fp4kit.checkpoint.plan.layer_recipes import patterns_in, recorded_include
 from fp4kit.checkpoint.plan.other_models import ADAPTER_SCALES, LoraAdapter
-from fp4kit.checkpoint.plan.scale_search import Activations, ScaleSearch, recorded_search
+from fp4kit.checkpoint.plan.scale_search import RECORDED, Activations, ScaleSearch
 from fp4kit.checkpoint.plan.source_layers import expert_stacks, is_split, split_layers
-from fp4kit.checkpoint.selection.names import PATTERNS, RECIPE
-from fp4kit.checkpoint.verify import integrity, reencode
+from fp4kit.checkpoint.selection.names import PATTERNS, RECIPE, first_match
+from fp4kit.checkpoint.verify import reencode
 from fp4kit.checkpoint.verify.reencode import Check, ReencodedLayer, Settings, Smoothing
 from fp4kit.lazy import lazy_property
 from fp4kit.recipes import Recipe
@@ -296,6 +297,29 @@ def _settings(
     return Settings(found, scale, nonfinite, devices, search_used, weighted, given or patterns), issues
 
 
+def recorded_search(
+    request: Mapping[str, Any], config: Mapping[str, Any], requested: ScaleSearch | None
+) -> tuple[ScaleSearch | None, bool, list[str]]:
+    """Find the scale search to repeat when a converted checkpoint is verified."""
+    facts = request.get("scale_search")
+    if not isinstance(facts, Mapping):
+        said = str(config.get("scale_search", ""))
+        plain = said.removeprefix("weighted ")
+        facts = {"objective": plain} if plain == said else {"objective": plain, "sha256": None}
+    objective, weighted = facts.get("objective"), "sha256" in facts
+    if requested is not None:
+        if requested.objective == RECORDED:
+            requested = replace(requested, objective=objective or "mse")
+        differs = requested.columns is not None and facts.get("sha256") not in (None, requested.columns.sha256)
+        return requested, False, ["the column weights differ from those that the checkpoint was made with"] * differs
+    if not objective:
+        return None, False, []
+    try:
+        return ScaleSearch(objective), weighted, []
+    except CheckpointError:
+        return None, weighted, [f"the checkpoint records an unknown scale search: {shown(str(objective))}"]
+
+
 def _with_adapter(
     model: Checkpoint, request: Mapping[str, Any], settings: Settings, adapter: str | Path | None, has_source: bool
 ) -> tuple[Settings, list[Issue]]:
@@ -482,7 +506,7 @@ def _issues_of_layers(
     yield from zeros
     yield from _doubtful_magnitudes(found, layers, prepared.reference, readers)
     for layer in layers:
-        yield from integrity.stored_issues(layer.name, layer.tally)
+        yield from findings.stored_issues(layer.name, layer.tally)
     lost = {issue.subject.partition("[")[0] for issue in zeros if issue.severity == "error"}
     for one in found:
         name = one.check.stored.name
@@ -549,15 +573,15 @@ _SMOOTHED = "was divided by a factor per column that layers after it were multip
 def _zeros(found: Sequence[ReencodedLayer]) -> Iterator[Issue]:
     """Yield an issue for each matrix whose values are zero where those of the source are not, or all zero."""
     quantized = [one for one in found if one.check.stored.container is not None]
-    share = sum(integrity.is_all_zero(one.tally) for one in quantized) / max(len(quantized), 1)
+    share = sum(findings.is_all_zero(one.tally) for one in quantized) / max(len(quantized), 1)
     for one in quantized:
         stored, form = one.check.stored, one.check.stored.container
         scale = None if form is None else form.scale
         name = stored.name if stored.experts == 1 else f"{stored.name}[{one.check.expert}]"
         yield from (
-            integrity.zeros_of(name, one.tally)
+            findings.zeros_of(name, one.tally)
             if one.tally.compared
-            else integrity.emptiness_of(name, one.tally, scale, share)
+            else findings.emptiness_of(name, one.tally, scale, share)
         )
 
 
@@ -581,7 +605,7 @@ def _too_far(layer: LayerReport, smoothed_db: float | None, is_weighted: bool) -
     is_of_recipe = bool(layer.compared) and not layer.differing
     if layer.usual_db is not None and not (is_of_recipe and is_weighted):
         sqnr = layer.tally.sqnr_db if smoothed_db is None else smoothed_db
-        yield from integrity.noise_of(
+        yield from findings.noise_of(
             layer.name, sqnr, layer.usual_db, container(layer.format).element.bits, is_of_recipe
         )
 

@@ -19,11 +19,11 @@ from fp4kit.__main__ import main
 from fp4kit.calibration import Collector
 from fp4kit.checkpoint import Activations, ScaleSearch, Wishes, convert, make_plan
 from fp4kit.checkpoint.contract import contract_of, contract_of_plan, infer
+from fp4kit.checkpoint.findings import findings_of_rotation
 from fp4kit.checkpoint.identify.run import identify_checkpoint
 from fp4kit.checkpoint.model.inspect import inspect_checkpoint
 from fp4kit.checkpoint.model.transforms import decodable
 from fp4kit.checkpoint.model.weights import WeightRotation
-from fp4kit.checkpoint.plan import layer_recipes as input_rotation
 from fp4kit.checkpoint.verify.compare import compare_checkpoints
 from fp4kit.checkpoint.verify.verify import verify
 
@@ -252,7 +252,7 @@ def test_what_does_not_fit_is_refused(models: Path, tmp_path: Path, capsys: pyte
 
 
 def test_findings_about_engines() -> None:
-    assert not [*input_rotation.findings_of_rotation([], ["a.bias"])]
-    found = [*input_rotation.findings_of_rotation(["a", "b"], ["a.weight", "a.bias", "b.weight"])]
+    assert not [*findings_of_rotation([], ["a.bias"])]
+    found = [*findings_of_rotation(["a", "b"], ["a.weight", "a.bias", "b.weight"])]
     assert [one.loader.split()[0] for one in found] == ["transformers", "SGLang", "vLLM"]
     assert found[2].text.endswith("does not run rotated layers that have a bias (a)")

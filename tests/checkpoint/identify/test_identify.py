@@ -20,11 +20,11 @@ from identified import identify_layers
 
 import fp4kit
 from fp4kit.checkpoint import Options, convert
-from fp4kit.checkpoint.counterparts import canonical
 from fp4kit.checkpoint.identify.corruptions import StoredLayer
 from fp4kit.checkpoint.identify.diagnose import Fp8Layer, explain_fp8
 from fp4kit.checkpoint.identify.run import identify_checkpoint
 from fp4kit.checkpoint.identify.verdicts import MAX_FAILURES, CheckpointVerdict, LayerPair
+from fp4kit.checkpoint.model.transforms import canonical
 from fp4kit.checkpoint.plan.scale_search import ScaleSearch
 from fp4kit.checkpoint.verify.compare import compare_checkpoints
 from fp4kit.cli import main

@@ -20,7 +20,7 @@ from together import together
 import fp4kit
 from fp4kit.checkpoint import convert
 from fp4kit.checkpoint.containers.table import CONTAINERS, MODELOPT_AWQ, Container
-from fp4kit.checkpoint.model.doubtful_codes import LOST_COLUMNS, SWAPPED_NIBBLES, doubt_about_rows, swapped_layers
+from fp4kit.checkpoint.model.doubts import LOST_COLUMNS, SWAPPED_NIBBLES, doubt_about_rows, swapped_layers
 from fp4kit.checkpoint.model.inspect import inspect_checkpoint
 from fp4kit.checkpoint.model.slabs import Slab, UpdateRows
 from fp4kit.checkpoint.verify.verify import verify

@@ -23,7 +23,7 @@ from together import together
 
 from fp4kit import formats
 from fp4kit.checkpoint import convert, make_plan
-from fp4kit.checkpoint.model.foreign_formats import FOREIGN, split
+from fp4kit.checkpoint.model.closed_world import FOREIGN, split
 from fp4kit.checkpoint.model.inspect import inspect_checkpoint
 from fp4kit.checkpoint.model.statistics import sqnr_db
 from fp4kit.checkpoint.selection.selection import Wishes

@@ -17,8 +17,8 @@ from synthetic import refused
 from fp4kit.__main__ import main
 from fp4kit.checkpoint import convert, make_plan
 from fp4kit.checkpoint.containers.config_entries import REFUSED
+from fp4kit.checkpoint.model.doubts import declares_mixture, misfits, named_twice, role_of
 from fp4kit.checkpoint.model.inspect import inspect_checkpoint
-from fp4kit.checkpoint.model.unlike_layers import declares_mixture, misfits, named_twice, role_of
 from fp4kit.checkpoint.model.weights import Weight
 from fp4kit.checkpoint.verify.verify import verify
 from fp4kit.storage.files import CheckpointError

@@ -15,8 +15,8 @@ from synthetic import refused
 
 from fp4kit.checkpoint import ScaleSearch, convert, make_plan
 from fp4kit.checkpoint.convert.rows import search_blocks
-from fp4kit.checkpoint.plan.scale_search import gguf_names, read_imatrix, recorded_search
-from fp4kit.checkpoint.verify.verify import verify
+from fp4kit.checkpoint.plan.scale_search import gguf_names, read_imatrix
+from fp4kit.checkpoint.verify.verify import recorded_search, verify
 from fp4kit.cli import main
 from fp4kit.layouts import pack_gguf
 from fp4kit.recipes import recipe

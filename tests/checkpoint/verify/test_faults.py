@@ -17,10 +17,10 @@ from changed_bytes import change
 
 import fp4kit
 from fp4kit.checkpoint import convert
+from fp4kit.checkpoint.findings import emptiness_of, zeros_of
 from fp4kit.checkpoint.model.model_files import open_source
 from fp4kit.checkpoint.model.statistics import StoredCounts
 from fp4kit.checkpoint.verify import reencode as module
-from fp4kit.checkpoint.verify.integrity import emptiness_of, zeros_of
 from fp4kit.checkpoint.verify.reencode import SampledError, sampled_error
 from fp4kit.checkpoint.verify.verify import verify
 from fp4kit.formats import E4M3

@@ -34,10 +34,10 @@ from fp4kit.checkpoint.containers.table import (
     MODELOPT_NVFP4,
     Container,
 )
+from fp4kit.checkpoint.findings import grouped
 from fp4kit.checkpoint.loaders import support
 from fp4kit.checkpoint.model.model_files import MANIFEST, open_source
 from fp4kit.checkpoint.model.statistics import StoredCounts, amax_and_nonfinite, sqnr_db, tally
-from fp4kit.checkpoint.verify.integrity import grouped
 from fp4kit.checkpoint.verify.verify import LayerReport, VerifyReport, prepare, verify
 from fp4kit.cli import main
 from fp4kit.formats import FLT_MAX
