@@ -9,7 +9,7 @@ from cpu_cases import CpuCase
 
 import fp4kit
 from fp4kit.call.search_scales import SearchRequest, search_call
-from fp4kit.cpu.search_scales import search_matrix
+from fp4kit.cpu.engine import search_matrix
 from fp4kit.formats import E2M1, E4M3
 from fp4kit.reference.codec import decode
 

@@ -22,7 +22,7 @@ from fp4kit.cuda import compiler
 from fp4kit.cuda.compiler import TYPES, instantiation, recipe_struct
 from fp4kit.cuda.dispatch import TABLE_THREADS, LaunchRequest, find_kernel, kernel_for
 from fp4kit.cuda.launch import THREADS
-from fp4kit.cuda.layouts import transpose_struct
+from fp4kit.cuda.transforms import transpose_struct
 from fp4kit.formats import FLOATS
 from fp4kit.layouts import SCALE_LAYOUTS
 from fp4kit.recipes import RECIPES, Recipe

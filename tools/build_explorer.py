@@ -25,7 +25,7 @@ import ml_dtypes
 import numpy as np
 
 import fp4kit
-from fp4kit.cpu.coverage import SEGMENT, decode_key, element_key, kept_factors, not_encoded, rule_key, tensor_key
+from fp4kit.cpu.codec import SEGMENT, decode_key, element_key, kept_factors, not_encoded, rule_key, tensor_key
 from fp4kit.cpu.source_digest import digest
 from fp4kit.formats import IntegerOrFloat
 from fp4kit.recipes import RECIPES, Recipe

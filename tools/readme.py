@@ -26,7 +26,7 @@ from fp4kit.checkpoint.containers.engines import VERSIONS
 from fp4kit.checkpoint.loaders import support
 from fp4kit.cli.convert import flags
 from fp4kit.cli.output import RECIPE_COLUMNS, grouped_recipe_rows, markdown
-from fp4kit.cpu.coverage import COVERAGE_COLUMNS, uncovered_rows
+from fp4kit.cpu.engine import COVERAGE_COLUMNS, uncovered_rows
 from fp4kit.evidence.golden.check import COLUMNS, agreement_rows
 from fp4kit.evidence.live.run import adapters, exceptions
 from fp4kit.recipes import RECIPES

@@ -19,8 +19,7 @@ from fp4kit.arithmetic import is_ieee
 from fp4kit.arrays import returns
 from fp4kit.arrays.returns import giver
 from fp4kit.call.parse import Call
-from fp4kit.cpu.codec import are_looked_up, check_array, decode_call, encode_call, kernels_of, tensors_of
-from fp4kit.cpu.coverage import tensor_key
+from fp4kit.cpu.codec import are_looked_up, check_array, decode_call, encode_call, kernels_of, tensor_key, tensors_of
 from fp4kit.cpu.library import ELEMENTS_PER_CALL, EncodeCall, address, functions, threads_for
 from fp4kit.quantized.container import PARTS, Quantized, assembled
 from fp4kit.recipes.schema import faking

@@ -10,29 +10,226 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Callable, Iterator
-from functools import lru_cache
+from dataclasses import replace
+from functools import lru_cache, partial
 from math import lcm
 from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 
+from fp4kit import formats
 from fp4kit.call.parse import Declined
-from fp4kit.cpu import coverage, library
-from fp4kit.cpu.coverage import PANEL_COLUMNS, SEGMENT, Tables, tables_of
-from fp4kit.cpu.library import ELEMENTS_PER_CALL, address, functions, threads_for
-from fp4kit.formats import Packing
+from fp4kit.cpu import library
+from fp4kit.cpu.library import ELEMENTS_PER_CALL, OwnFormat, address, functions, threads_for
+from fp4kit.formats import E2M1, E8M0, Codebook, ElementFormat, IntegerOrFloat, Packing, PairedMicroexponents, is_same
 from fp4kit.quantized.container import Quantized
 from fp4kit.recipes import Recipe
-from fp4kit.recipes.schema import decoding, with_row_blocks
+from fp4kit.recipes.rules import TOPS
+from fp4kit.recipes.schema import decoding, then_encodes, with_row_blocks
 from fp4kit.reference import dequantize as decode_specification
 from fp4kit.reference import four_over_six
 from fp4kit.reference import quantize as specification
 from fp4kit.reference.block_rules import BLOCK_RULES
-from fp4kit.reference.codec import spread_rows
-from fp4kit.reference.quantize import EncodeOptions
+from fp4kit.reference.codec import decode, spread_rows
+from fp4kit.reference.quantize import EncodeOptions, encode_elements
 from fp4kit.reference.stochastic import GivenNumbers, RandomStream
 from fp4kit.reference.tensor_rules import TensorScale, stored_tensor_scale, tensor_scale
+
+# Keys -----------------------------------------------------------------------------------------------------------------
+# The engine contains one compiled rule per key. A key is a text that lists the fields of a recipe on which the results
+# of a rule depend. A recipe is supported if all its keys are compiled, even if it is a variant that no table lists.
+
+
+def rule_key(r: Recipe) -> str | None:
+    """Return the key of a recipe's block rule, which computes a block's scale from its amax."""
+    if r.block_rule is None or r.scale is None:
+        return None
+    if r.four_over_six:
+        flags = [name for name in ("fast_error", "lane_sums", "keep_infinity", "flush") if getattr(r, name)]
+        flags += [r.rounding] * (r.rounding != "rn")
+        return " ".join(
+            [r.block_rule, r.four_over_six, _name(r.element), _name(r.scale), str(r.scale_max), top_rule(r), *flags]
+        )
+    propagate = "propagate" if r.amax_nan == "propagate" else "ignore"
+    return (
+        f"{r.block_rule} {_name(r.element)} {_name(r.scale)} {r.scale_max} {propagate}" + " infinity" * r.keep_infinity
+    )
+
+
+def tensor_key(r: Recipe) -> str | None:
+    """Return the key of a recipe's tensor rule, which computes the tensor scale from the tensor amax."""
+    return None if r.tensor_rule is None else f"{r.tensor_rule} {_name(computed_format(r))} {r.scale_max}"
+
+
+def element_key(r: Recipe) -> str:
+    """Return the key of a recipe's element arithmetic, which computes a code from a finite element and a finite
+    factor.
+    """
+    flags = [name for name in ("flush", "round_scaled", "narrow") if getattr(r, name)]
+    flags += ["stochastic_float16"] * (r.stochastic == "comfy_kitchen_fp8")
+    flags += ["then_encode"] * then_encodes(r)
+    return " ".join([_name(computed_format(r)), r.apply, r.rounding, r.sign, *flags])
+
+
+def computed_format(r: Recipe) -> ElementFormat:
+    """Return the element format by which the engine computes: E2M1 for IF4, otherwise that of the recipe."""
+    return E2M1 if isinstance(r.element, IntegerOrFloat) else r.element
+
+
+def decode_key(r: Recipe) -> str:
+    """Return the key of a recipe's decoder, which computes a value from a code, a block scale and a tensor scale."""
+    scale = "none" if r.scale is None else _name(r.scale)
+    return f"{r.decode_rule} {_name(r.element)} {scale} {r.scale_max} {top_rule(r)}"
+
+
+def top_rule(r: Recipe) -> str:
+    """Return the name of a recipe's tensor rule if rules.TOPS lists it, otherwise "none"."""
+    return r.tensor_rule if r.tensor_rule in TOPS else "none"
+
+
+def kept_factors(r: Recipe, dtype: np.dtype) -> tuple[float, float]:
+    """Return (low, high): the limits of the factors with which the engine may encode, for a recipe and an input
+    dtype.
+    """
+    if not r.repacked:
+        return 0.0, math.inf
+    f, info, is_power = r.element, ml_dtypes.finfo(dtype), r.scale == E8M0
+    min_exponent = info.minexp - info.nmant
+    max_power = -min_exponent if is_power else f.emin - f.mantissa_bits - min_exponent - 1
+    min_factor = 2.0 ** (f.emax - (info.maxexp - 1) + (not is_power))
+    return min_factor if is_power else -min_factor, 2.0 ** min(max_power, 127)
+
+
+# A block has 16 columns or a multiple of SEGMENT: source/blocks.h.
+SEGMENT = 32
+PANEL_COLUMNS = 2048  # columns of a panel, and of a block, at most: kPanelColumns of source/blocks.h
+MAX_BLOCK_ROWS = 16  # rows of a 4over6 block, at most: kMaxBlockRows of source/four_over_six.h
+
+
+@lru_cache(256)
+def not_encoded(r: Recipe) -> str | None:
+    """Return the reason why the engine cannot encode blocks of the shape that a recipe has, or None if it can."""
+    if r.four_over_six and (r.block_size != 16 or r.block_rows > MAX_BLOCK_ROWS):
+        return (
+            f"4over6 with blocks of {r.block_rows}x{r.block_size} (the engine supports 16 columns and at most"
+            f" {MAX_BLOCK_ROWS} rows)"
+        )
+    if r.block and ((r.block_size != 16 and r.block_size % SEGMENT) or r.block_size > PANEL_COLUMNS):
+        return (
+            f"blocks of {r.block_size} columns (the engine supports 16, and multiples of {SEGMENT} up to"
+            f" {PANEL_COLUMNS})"
+        )
+    return None
+
+
+def not_encoded_under_scales(r: Recipe) -> str | None:
+    """Return the reason why the engine cannot encode by a recipe under scales that the caller passes."""
+    return "in IF4, a given scale may select INT4 elements" if isinstance(r.element, IntegerOrFloat) else None
+
+
+def _name(f: ElementFormat) -> str:
+    """Return the name of a format for use in a key, such as "E2M1"."""
+    known = getattr(formats, f.name, None)
+    return f.name if isinstance(known, ElementFormat) and is_same(f, known) else f"other {f.name}"
+
+
+# Tables of user-defined formats. Rounding to codes is monotone, so each code belongs to one interval of floats (a
+# piece). The pieces are found by the specification, so results equal its results. The key of a float is an integer,
+# and keys have the order of the floats, with -0 before 0.
+_LAST = 0x7F800000  # the key of infinity
+_UNUSED = 0x7FFFFFFF  # a bound above every key
+
+
+class Tables(NamedTuple):
+    """The tables of a recipe: the struct for the library, and the arrays to which the struct points.
+
+    element: the index of the compiled element arithmetic that is used instead of tables, because it is faster; 0 if
+        there is none.
+    """
+
+    struct: OwnFormat
+    arrays: tuple[np.ndarray, ...]
+    element: int
+
+
+@lru_cache(64)
+def tables_of(r: Recipe) -> Tables:
+    """Return the tables by which the library encodes and decodes a recipe with an amax rule (one of custom_recipe)."""
+    size = 16 if r.element.bits == 4 else 256
+    arrays = [*_element_pieces(r, size), _values(r.element, size)]
+    if r.scale is not None:
+        arrays += [*_pieces(lambda x: _scale_codes(x, r), 0, 256), _values(r.scale, 256)]
+    addresses = [*map(address, arrays), *[None] * (6 - len(arrays))]
+    element = -1 if isinstance(r.element, Codebook) else functions().fp4kit_element(element_key(r).encode())
+    struct = OwnFormat(*addresses, float(r.element.amax_target), element < 0, size == 16, r.scale is not None)
+    struct.has_pairs = isinstance(r.element, PairedMicroexponents)
+    return Tables(struct, tuple(arrays), max(element, 0))
+
+
+def _element_pieces(r: Recipe, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the pieces (intervals that round to one code each) of elements after scaling, as (bounds, codes)."""
+    e = r.element
+    if not isinstance(e, PairedMicroexponents):
+        return _pieces(lambda x: _element_codes(x, r), -_LAST - 1, size)
+    parts = [_pieces(partial(e.nearest_under, microexponent=bit), -_LAST - 1, 8) for bit in (False, True)]
+    bounds = np.concatenate([parts[0][0], np.array([_UNUSED], np.int32), parts[1][0]])
+    return bounds, np.concatenate([parts[0][1], parts[1][1]])
+
+
+def _element_codes(x: np.ndarray, r: Recipe) -> np.ndarray:
+    """Return the codes to which the specification rounds elements x, float32 (n,), that are already scaled."""
+    one = np.ones(1, np.float32)
+    tensor = tensor_scale(None, r, x.dtype)
+    return encode_elements(x.reshape(1, 1, -1), one, r, x.dtype, None, tensor).reshape(-1)
+
+
+def _scale_codes(x: np.ndarray, r: Recipe) -> np.ndarray:
+    """Return the codes to which the specification rounds scales x, float32 (n,), under a recipe with an amax rule."""
+    assert r.block_rule is not None
+    one = np.ones((), np.float32)
+    return BLOCK_RULES[r.block_rule].code(x, TensorScale(one, one, one), _with_unit_element(r), x.dtype)
+
+
+@lru_cache(64)
+def _with_unit_element(r: Recipe) -> Recipe:
+    """Return a copy of a recipe whose element format has only the values 0 and 1, so that the largest element is 1."""
+    unit = Codebook((0.0, 1.0), name="Fp4kitUnit")
+    return replace(
+        r, element=unit, block=(1, 2), rounding="rn", sign="signbit", nan_code=None, nan_is_max=False, narrow=False
+    )
+
+
+def _values(f: ElementFormat, size: int) -> np.ndarray:
+    """Return the float32 values of codes 0 to size - 1 in a format. Bits beyond the width of the format are ignored."""
+    return decode(np.arange(size, dtype=np.uint8), f)
+
+
+def _pieces(encode: Callable[[np.ndarray], np.ndarray], first: int, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the pieces (intervals that round to one code each) as (bounds, codes): int32 (size - 1,), uint8
+    (size,).
+    """
+    low, high = np.array([first], np.int64), np.array([_LAST], np.int64)  # intervals whose ends have different codes
+    found = []
+    while low.size:
+        differ = encode(_floats(low)) != encode(_floats(high))
+        low, high = low[differ], high[differ]
+        adjacent = high - low == 1
+        found.append(high[adjacent])
+        low, high = low[~adjacent], high[~adjacent]
+        middle = (low + high) // 2
+        low, high = np.concatenate([low, middle]), np.concatenate([middle, high])
+    starts = np.unique(np.concatenate([np.array([first], np.int64), *found]))
+    bounds, codes = np.full(size - 1, _UNUSED, np.int32), np.zeros(size, np.uint8)
+    bounds[: len(starts) - 1], codes[: len(starts)] = starts[1:], encode(_floats(starts))
+    return bounds, codes
+
+
+def _floats(keys: np.ndarray) -> np.ndarray:
+    """Return the float32 numbers that have the given keys."""
+    bits = keys.astype(np.int32)
+    return (bits ^ (bits >> 31 & 0x7FFFFFFF)).view(np.float32)
+
 
 TILE_ELEMENTS = 1 << 15  # the approximate number of elements of a tile
 TILE_COLUMNS, TILE_ROWS = 512, 64  # size of a tile whose elements are gathered (see Tiles.of)
@@ -47,7 +244,7 @@ class Kernels(NamedTuple):
     block_rule: index of the compiled block rule; -1 for a recipe without block scales.
     element: index of the compiled element arithmetic.
     block, block_rows: the columns and rows of a block; 32 and 1 for a recipe without blocks.
-    kept: for each input dtype, the smallest and the largest factor that the library may use (coverage.kept_factors).
+    kept: for each input dtype, the smallest and the largest factor that the library may use (kept_factors).
     own: the tables of a recipe with amax rules (those of custom_recipe), for which block_rule is 0 or -1; None for
         other recipes.
     """
@@ -64,18 +261,18 @@ class Kernels(NamedTuple):
 def kernels_of(r: Recipe) -> Kernels:
     """Return the Kernels of a recipe."""
     found = functions()
-    if (reason := coverage.not_encoded(r)) is not None:
+    if (reason := not_encoded(r)) is not None:
         raise Declined(f"{r.id} has {reason}")
     block = r.block_size if r.block else SEGMENT
     if r.is_custom:
         no_limits, own = ((0.0, math.inf),) * len(INPUTS), tables_of(r)
         return Kernels(-1 if r.block_rule is None else 0, own.element, block, r.block_rows, no_limits, own)
-    key = coverage.rule_key(r)
+    key = rule_key(r)
     block_rule = -1 if key is None else found.fp4kit_block_rule(key.encode())
-    element = found.fp4kit_element(coverage.element_key(r).encode())
+    element = found.fp4kit_element(element_key(r).encode())
     if element < 0 or (key is not None and block_rule < 0):
         raise Declined(f"the CPU engine has no compiled rules for {r.id}")
-    return Kernels(block_rule, element, block, r.block_rows, tuple(coverage.kept_factors(r, dtype) for dtype in INPUTS))
+    return Kernels(block_rule, element, block, r.block_rows, tuple(kept_factors(r, dtype) for dtype in INPUTS))
 
 
 def check_array(x: np.ndarray) -> None:
@@ -218,7 +415,7 @@ def encode_matrix(
     options: EncodeOptions,
 ) -> None:
     """Encode a matrix x (M, K) under given scales, and write its codes into packed."""
-    if (reason := coverage.not_encoded_under_scales(recipe)) is not None:
+    if (reason := not_encoded_under_scales(recipe)) is not None:
         raise Declined(f"{recipe.id} has {reason}")
     kernels, height = kernels_of(recipe)._replace(block_rule=-1, block_rows=1), recipe.block_rows
     for part in _row_slices(x.shape, height):
@@ -411,7 +608,7 @@ def decoder_of(r: Recipe, dtype: np.dtype) -> int:
     if r.is_custom:
         functions()
         return -1
-    found = functions().fp4kit_decoder(coverage.decode_key(decoding(r, dtype)).encode())
+    found = functions().fp4kit_decoder(decode_key(decoding(r, dtype)).encode())
     if found < 0:
         raise Declined(f"the CPU engine has no decoder for {r.id}")
     return found

@@ -8,8 +8,9 @@ For calls that the library does not support, the functions raise Declined. In th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from functools import lru_cache
+import ctypes
+from collections.abc import Callable, Iterable, Iterator
+from functools import lru_cache, partial
 from math import prod
 from typing import Any, NamedTuple
 
@@ -26,21 +27,24 @@ from fp4kit.call.matmul import (
     scale_decoding_of,
 )
 from fp4kit.call.parse import Call, Declined, Rotation
-from fp4kit.call.search_scales import Search
-from fp4kit.cpu import codec, coverage, library
+from fp4kit.call.search_scales import BLOCK_COLUMNS, Search
+from fp4kit.cpu import codec, library
 from fp4kit.cpu.library import ELEMENTS_PER_CALL, address, functions, threads_for
-from fp4kit.cpu.search_scales import rule_of, search_matrix, searched
 from fp4kit.host import engine as reference
 from fp4kit.quantized.container import Quantized, tensor_amax_shape
-from fp4kit.recipes import Recipe
+from fp4kit.recipes import Recipe, rules
 from fp4kit.recipes.rules import NOISE_STOCHASTICS
-from fp4kit.recipes.schema import faking
+from fp4kit.recipes.schema import faking, searching
 from fp4kit.reference import quantize as partial_specification
+from fp4kit.reference import search as specification
+from fp4kit.reference.arith import moved_by, reciprocal_approx_ftz
 from fp4kit.reference.codec import stack
 from fp4kit.reference.matmul import as_terms
 from fp4kit.reference.matmul import low_rank_product as low_rank_product_of_specification
 from fp4kit.reference.quantize import EncodeOptions
+from fp4kit.reference.search import SearchTerms
 from fp4kit.reference.stochastic import hadamard_factor
+from fp4kit.reference.tensor_rules import tensor_scale
 
 
 def tensor_amax(moved: np.ndarray, r: Recipe, mask: int | None = None) -> np.ndarray:
@@ -56,6 +60,154 @@ def tensor_amax(moved: np.ndarray, r: Recipe, mask: int | None = None) -> np.nda
     return np.asarray(parts, np.float32).reshape(tensor_amax_shape(moved.shape, r))
 
 
+# For smaller arrays the specification is as fast, because of the Python work around a call to the library. These limits
+# do not apply to cached calls (cached_calls.py). Two cores of an x86-64 machine with AVX-512, November 2026.
+MIN_ELEMENTS = {"none": 1 << 12, "tensor": 1 << 12, "row": 1 << 15, "block": 1 << 11}  # to encode, by tensor_scaling
+MIN_CODE_BYTES = 1 << 11  # the fewest bytes of codes to decode
+MIN_AMAX_ELEMENTS = 1 << 11
+MIN_COLUMNS = 16
+
+
+@lru_cache(256)
+def not_faked(r: Recipe) -> str | None:
+    """Return the reason why the engine cannot fake-quantize by a recipe, or None if it can."""
+    if r.fake_rule is not None:
+        return "a fake_rule, which is a separate formula for the values"
+    return codec.not_encoded(r)
+
+
+FACTOR_SEARCH_BLOCKS = (16, 32)  # block sizes that source/search_factors.h supports
+
+
+def not_searched(r: Recipe) -> str | None:
+    """Return the reason why the engine cannot run the search of a recipe during quantize."""
+    is_refused = r.search in specification.FACTORS and r.block_size not in FACTOR_SEARCH_BLOCKS
+    return f"a search over blocks of {r.block_size} columns (the engine supports 16 and 32)" if is_refused else None
+
+
+_CANDIDATES_PER_COST = 4  # this many candidates take about as long as encoding once
+
+
+@np.errstate(all="ignore")
+def search_factors(
+    x: np.ndarray, out: np.ndarray, amax: np.ndarray | None, recipe: Recipe, hadamard: int | None
+) -> None:
+    """Find the best block amaxes of a matrix and write them into out, as reference.search_factors.search_matrix
+    does.
+    """
+    factors = np.asarray(specification.FACTORS[recipe.search], np.float32)
+    kernels, decoder = codec.kernels_of(recipe), codec.decoder_of(searching(recipe), np.dtype(np.float32))
+    factors_by_code = not rules.BLOCK_RULES[recipe.block_rule or ""].reads_amax
+    tensor, step = codec.tensor_rows(tensor_scale(amax, recipe, x.dtype), len(x))
+    cost = 1 + len(factors) // _CANDIDATES_PER_COST
+    tiles = codec.Tiles.of(x, recipe.block_size, 1, hadamard)
+    fields = {"factors": address(factors), "count": len(factors), "factors_by_code": factors_by_code}
+    fields |= {"tensor_step": step, "block_rule": kernels.block_rule, "element": kernels.element, "decoder": decoder}
+    fields |= {"block": recipe.block_size}
+    for rows, columns in tiles.slabs(cost):
+        cut, found = x[rows, columns], out[rows, codec.blocks_of(columns, recipe)]
+        needs_fallback = np.zeros(tiles.count_tiles(rows, columns), np.uint8)
+        call = codec.slab_call(
+            library.SearchFactorsCall, tiles, cut, found, hadamard, **fields, threads=threads_for(cut.size * cost)
+        )
+        call.encode, call.decode, call.amax = (address(part[rows] if step else part) for part in tensor)
+        call.needs_fallback = address(needs_fallback)
+        functions().fp4kit_search_factors(ctypes.byref(call))
+        for tile_rows, tile_columns in tiles.marked(rows, columns, needs_fallback):
+            part = amax if amax is None or not step else amax.reshape(-1)[tile_rows]
+            target = out[tile_rows, codec.blocks_of(tile_columns, recipe)]
+            specification.search_matrix(x[tile_rows, tile_columns], target, part, recipe, hadamard)
+
+
+def search_quest(x: np.ndarray, out: np.ndarray, amax: np.ndarray | None, recipe: Recipe, hadamard: int | None) -> None:
+    """Compute QuEST's block amaxes of a matrix and write them into out, as reference.search_factors.search_matrix
+    does.
+    """
+    tiles = codec.Tiles.of(x, recipe.block_size, 1, hadamard)
+    for rows, columns in tiles.slabs(1):
+        cut, found = x[rows, columns], out[rows, codec.blocks_of(columns, recipe)]
+        sizes = {"block": recipe.block_size, "emax": recipe.element.emax, "threads": threads_for(cut.size)}
+        call = codec.slab_call(library.SearchQuestCall, tiles, cut, found, hadamard, **sizes)
+        functions().fp4kit_search_quest(ctypes.byref(call))
+
+
+# The approximate time of a search, as a multiple of the time of encoding. The three searches are: a pruned search, a
+# full search, and a full search with a power other than 1, 2 and infinity.
+PRUNED_COST, FULL_COST, POWER_COST = 16, 256, 1024
+
+
+@np.errstate(all="ignore")
+def search_matrix(
+    x: np.ndarray,
+    out: np.ndarray,
+    amax: np.ndarray,
+    search: Search,
+    unproven: np.ndarray | None = None,
+    bounded: bool = True,
+) -> None:
+    """Find the best block amaxes of a matrix and write them into out, as reference.search_scales.search_matrix does."""
+    r, terms = search.call.recipe, search.terms
+    is_simple = terms.power in (1, 2, np.inf)
+    cost = (PRUNED_COST if terms.power == 2 and terms.hessian is None else FULL_COST) if is_simple else POWER_COST
+    rule, (lower, upper) = rule_of(r, terms.offsets), terms.offsets or (0, 0)
+    candidates = _candidates(np.float32(amax.reshape(())), r, terms)
+    counted = np.zeros(1, np.uint64) if unproven is None else unproven
+    tiles = codec.Tiles.of(x, BLOCK_COLUMNS, r.block_rows)
+    fields: dict[str, Any] = {"unproven": address(counted)}
+    fields |= zip(("amaxes", "scales", "reciprocals"), map(address, candidates), strict=True)
+    fields |= {"lower": lower, "upper": upper, "power": terms.power, "tensor_amax": float(amax.reshape(()))}
+    fields |= {"block_rule": rule, "block_rows": r.block_rows, "is_pruned": bounded}
+    for rows, columns in tiles.slabs(cost):
+        cut, blocks = x[rows, columns], slice(columns.start // BLOCK_COLUMNS, columns.stop // BLOCK_COLUMNS)
+        weights = None if terms.weights is None else terms.weights[columns]
+        hessian = None if terms.hessian is None else terms.hessian[blocks]
+        call = codec.slab_call(
+            library.SearchScalesCall, tiles, cut, out[rows, blocks], **fields, threads=threads_for(cut.size * cost)
+        )
+        call.weights, call.hessian = map(address, (weights, hessian))
+        functions().fp4kit_search_scales(ctypes.byref(call))
+
+
+# {value of Recipe.search: the function that searches one matrix}, for searches other than the sweep of all scales
+_OWN_SEARCHES: dict[str, Callable[..., None]] = {
+    **dict.fromkeys(specification.FACTORS, search_factors),
+    "quest": search_quest,
+}
+
+
+def searched(call: Call, amax: np.ndarray | None) -> Call:
+    """Return the call with its field block_amax set to the block amaxes that the recipe's search chooses."""
+    r, own = call.recipe, _OWN_SEARCHES.get(call.recipe.search)
+    if not_searched(r) or (call.mask is not None and own is None):
+        return specification.searched(call, amax)
+    search: Callable[..., None] = partial(search_matrix, search=Search(call))
+    if own is not None:
+        search = partial(own, recipe=r, hadamard=call.mask)
+    return call._replace(block_amax=specification.chosen_amaxes(call, amax, search))
+
+
+def rule_of(r: Recipe, offsets: tuple[int, int] | None) -> int:
+    """Return the library's index of the block rule that gives the scale code of a block's own amax."""
+    if offsets is None:
+        return -1
+    key = codec.rule_key(r) if r.block_rule == specification.OWN_RULE else None
+    rule = -1 if key is None else functions().fp4kit_block_rule(key.encode())
+    if rule < 0:
+        raise Declined(f"the CPU engine cannot compute the scale codes that candidates={offsets} refer to for {r.id}")
+    return rule
+
+
+def _candidates(amax: np.float32, r: Recipe, terms: SearchTerms) -> np.ndarray:
+    """Return the tables of a search, indexed by scale code, float32 (3, 128)."""
+    # Entries for codes outside of 1 ... 126, which are never candidates, are 1.
+    found = np.ones((3, 128), np.float32)
+    codes = specification.CODES
+    found[0, codes] = specification.candidate_amaxes(amax, r)
+    found[1, codes] = scales = specification.scales_of(found[0, codes], amax, r, terms)
+    found[2, codes] = reciprocal_approx_ftz(scales * moved_by(scales))
+    return found
+
+
 FAKE_ELEMENTS = 1 << 22  # fake_quantize holds the codes of this many elements at a time
 _FUNCTIONS = reference.MatrixFunctions(
     tensor_amax,
@@ -69,7 +221,7 @@ _FUNCTIONS = reference.MatrixFunctions(
 
 def quantize(call: Call) -> Quantized:
     """Quantize the array of a call."""
-    _check(call, None if coverage.not_searched(call.recipe) or not call.recipe.search else 0)
+    _check(call, None if not_searched(call.recipe) or not call.recipe.search else 0)
     return reference.quantize(call, _FUNCTIONS)
 
 
@@ -87,9 +239,9 @@ def quantize_with_scales(call: Call) -> Quantized:
 def _check(call: Call, min_elements: int | None = None) -> None:
     """Raise Declined if the engine does not support a call, or is not faster than the specification for it."""
     if min_elements is None:
-        min_elements = coverage.MIN_ELEMENTS[call.recipe.tensor_scaling]
+        min_elements = MIN_ELEMENTS[call.recipe.tensor_scaling]
     # The sizes are checked first, because the other checks take time.
-    if call.x.size < min_elements or call.moved.shape[-1] < coverage.MIN_COLUMNS:
+    if call.x.size < min_elements or call.moved.shape[-1] < MIN_COLUMNS:
         raise Declined("the specification is as fast for so few elements")
     if codec.kernels_of(call.recipe).own is not None and call.random is not None:
         raise Declined("the CPU engine has no stochastic rounding for user-defined formats")
@@ -101,7 +253,7 @@ def _check(call: Call, min_elements: int | None = None) -> None:
 def dequantize(q: Quantized, dtype: np.dtype, out: np.ndarray | None = None) -> np.ndarray:
     """Return the values of q, rounded to dtype: in `out` if given, otherwise in a new array of the shape of q."""
     codec.decoder_of(q.recipe, dtype)
-    if q.packed.size < coverage.MIN_CODE_BYTES:
+    if q.packed.size < MIN_CODE_BYTES:
         raise Declined("the specification is as fast for so few values")
     return reference.dequantize(q, dtype, out, _FUNCTIONS)
 
@@ -117,7 +269,7 @@ def requantize(q: Quantized, target: Recipe) -> tuple[Quantized, int, np.ndarray
 def fake_quantize(call: Call) -> np.ndarray:
     """Return the fake-quantized values of a call, in a new array with the shape and dtype of call.x."""
     # The array is quantized and dequantized, FAKE_ELEMENTS (2^22) elements at a time, so that codes take little memory.
-    if (reason := coverage.not_faked(call.recipe)) is not None:
+    if (reason := not_faked(call.recipe)) is not None:
         raise Declined(f"{call.recipe.id} has {reason}")
     _check(call)
     call = call._replace(recipe=faking(call.recipe))
@@ -174,7 +326,7 @@ def partial_cast(
 
 def amax(call: Call) -> np.ndarray:
     """Return the amax of each block of call.moved: float32 (..., ceil(M / block rows), K / block)."""
-    _check(call, coverage.MIN_AMAX_ELEMENTS)
+    _check(call, MIN_AMAX_ELEMENTS)
     if call.recipe.block is None or not call.x.size:
         raise Declined("the CPU engine computes amaxes only per block, and not of empty arrays")
     matrices = stack(call.moved, call.recipe)
@@ -384,3 +536,23 @@ def rotate(r: Rotation) -> np.ndarray:
         )
         found.fp4kit_rotate(call)
     return out.reshape(r.x.shape)
+
+
+COVERAGE: dict[str, Callable[[Recipe], str | None]] = {
+    "quantize, and other operations that compute codes": codec.not_encoded,
+    "quantize with given block scales": codec.not_encoded_under_scales,
+    "fake_quantize": not_faked,
+    "the search of block amaxes": not_searched,
+}
+COVERAGE_COLUMNS = ("operation", "recipes", "why")
+
+
+def uncovered_rows(recipes: Iterable[Recipe]) -> list[tuple[str, str, str]]:
+    """Return what the engine leaves to the specification, as rows of a table for the documentation."""
+    found: dict[tuple[str, str], list[str]] = {}
+    for operation, why in COVERAGE.items():
+        for r in recipes:
+            reason = None if r.fake_only and operation != "fake_quantize" else why(r)
+            if reason is not None:
+                found.setdefault((operation, reason), []).append(r.id)
+    return [(operation, ", ".join(ids), reason) for (operation, reason), ids in found.items()]

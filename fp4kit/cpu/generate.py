@@ -1,5 +1,5 @@
 """Write source/recipes.inc: a C++ struct for each rule that a recipe of the table needs, and lists of their keys.
-A key is a text that lists the fields of a recipe on which the results of a rule depend (coverage.py).
+A key is a text that lists the fields of a recipe on which the results of a rule depend (codec.py).
 
     python -m fp4kit.cpu.generate
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 
-from fp4kit.cpu.coverage import computed_format, decode_key, element_key, rule_key, tensor_key, top_rule
+from fp4kit.cpu.codec import computed_format, decode_key, element_key, rule_key, tensor_key, top_rule
 from fp4kit.cuda.compiler import constant, decode_rule, format_struct
 from fp4kit.formats import E2M1, E4M3, ElementFormat, IntegerOrFloat
 from fp4kit.recipes import Recipe, recipes

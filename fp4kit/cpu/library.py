@@ -83,7 +83,7 @@ class EncodeCall(ctypes.Structure):
 class OwnFormat(ctypes.Structure):
     """The tables by which the library encodes and decodes a user-defined format.
 
-    source/own_format.h describes the fields. cpu/coverage.py makes the tables.
+    source/own_format.h describes the fields. cpu/codec.py makes the tables.
     """
 
     _fields_ = _fields(

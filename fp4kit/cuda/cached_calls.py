@@ -22,8 +22,8 @@ from fp4kit.cuda import matrix
 from fp4kit.cuda.amax import tensor_amax_operands
 from fp4kit.cuda.dispatch import LaunchRequest, check_formats, find_kernel
 from fp4kit.cuda.launch import Launch, aligned
-from fp4kit.cuda.layouts import SQUARE_BLOCKS, swizzle_launch, transpose_launch
 from fp4kit.cuda.matrix import launch_request
+from fp4kit.cuda.transforms import SQUARE_BLOCKS, swizzle_launch, transpose_launch
 from fp4kit.layouts import padded_shape
 from fp4kit.quantized.container import PARTS, Quantized, assembled, tensor_amax_shape, wanted_parts
 from fp4kit.recipes import Recipe

@@ -7,7 +7,6 @@ except quantize of an array without elements.
 # ruff: noqa: F401 - ops/engines.py calls these functions by their names
 from fp4kit.cuda.amax import amax, clip_amax, plain_amax
 from fp4kit.cuda.groups import CudaClipGroup, CudaGroup, amax_group, plain_amax_group
-from fp4kit.cuda.layouts import pack, swizzle, transpose, unpack
 from fp4kit.cuda.matmul import matmul
 from fp4kit.cuda.quantize import (
     clip,
@@ -18,6 +17,6 @@ from fp4kit.cuda.quantize import (
     quantize_with_scales,
     requantize,
 )
-from fp4kit.cuda.rotate import rotate
 from fp4kit.cuda.search import search_scales
 from fp4kit.cuda.shards import DeviceStages, partial_amax, partial_cast
+from fp4kit.cuda.transforms import pack, rotate, swizzle, transpose, unpack

@@ -17,9 +17,9 @@ from fp4kit.cuda.amax import empty_amax, tensor_amax
 from fp4kit.cuda.compiler import recipe_struct
 from fp4kit.cuda.dispatch import LaunchRequest, check_formats, find_kernel, kernel_for
 from fp4kit.cuda.launch import address, as_aligned, prepared
-from fp4kit.cuda.layouts import swizzle
 from fp4kit.cuda.matrix import Matrix
 from fp4kit.cuda.search import with_searched_amaxes
+from fp4kit.cuda.transforms import swizzle
 from fp4kit.quantized.container import Quantized, packed_shape
 from fp4kit.recipes import Recipe
 from fp4kit.recipes.rules import DECODE_RULES

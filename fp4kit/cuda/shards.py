@@ -28,7 +28,7 @@ from fp4kit.cuda.launch import (
     prepare_rows,
     row_of,
 )
-from fp4kit.cuda.layouts import transpose_struct, wide_copies, work_blocks
+from fp4kit.cuda.transforms import transpose_struct, wide_copies, work_blocks
 from fp4kit.layouts import padded_shape
 from fp4kit.quantized.container import Quantized, packed_shape, scale_shape
 from fp4kit.recipes import Recipe

@@ -15,7 +15,7 @@ from float_modes import BITS, NEEDS_ENVIRONMENT, mode, tiny
 from inputs import BF16, NAMES, ordinary
 
 import fp4kit
-from fp4kit.cpu import cached_calls, coverage, library
+from fp4kit.cpu import cached_calls, codec, library
 from fp4kit.evidence.testing import SPECIFICATION
 from fp4kit.formats import FLOATS
 from fp4kit.ops import engines as call_cache
@@ -198,7 +198,7 @@ def test_every_tensor_rule_writes_the_scale_of_the_tensor():
     for name in COVERED:
         r = RECIPES[name]
         if r.tensor_scaling in ("tensor", "row") and not r.search:
-            key = coverage.tensor_key(r)
+            key = codec.tensor_key(r)
             by_index.setdefault(library.functions().fp4kit_tensor_rule(key.encode()), name)
     assert 0 in by_index and len(by_index) > 3
     for name in by_index.values():

@@ -14,7 +14,7 @@ from exhaustive import every, exhaustive, half
 from inputs import extreme, nonfinite, ordinary
 
 import fp4kit
-from fp4kit.cpu import coverage
+from fp4kit.cpu import codec
 from fp4kit.evidence.fuzz import run as fuzz
 from fp4kit.evidence.fuzz.recipes import Pool
 from fp4kit.formats import E4M3, FLOATS
@@ -230,7 +230,7 @@ def test_views_in_small_tiles(name, monkeypatch):
 @pytest.mark.parametrize("block", [(1, 32), (1, 8), (32, 16)])
 def test_other_blocks_fall_to_the_specification(block):
     r = replace(RECIPES["nvfp4-te-4over6-mse-256"], block=block)
-    assert not covered(r) and "4over6 with blocks of" in coverage.not_encoded(r)
+    assert not covered(r) and "4over6 with blocks of" in codec.not_encoded(r)
     agree(fp4kit.quantize, ordinary(5, (64, 128)), r)
 
 

@@ -11,7 +11,7 @@ from exhaustive import exhaustive
 from own_formats import UE5M3, check_drawn_calls, pairs_at_bounds
 
 import fp4kit
-from fp4kit.cpu.coverage import tables_of
+from fp4kit.cpu.codec import tables_of
 from fp4kit.formats import E2M1, E3M2, E4M3, E8M0, INT8, MX4, NF4, ElementFormat
 from fp4kit.reference.block_rules import BLOCK_RULES
 from fp4kit.reference.codec import encode

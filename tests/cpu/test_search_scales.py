@@ -20,7 +20,7 @@ from searched import STATIC, hessians, searched_blocks
 import fp4kit
 from fp4kit.call.search_scales import SearchRequest, search_call
 from fp4kit.cpu import codec
-from fp4kit.cpu import search_scales as searching
+from fp4kit.cpu import engine as searching
 from fp4kit.formats import E2M1, E4M3, FLOATS
 from fp4kit.recipes import RECIPES
 from fp4kit.reference.codec import decode

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from fp4kit.call.parse import Declined
-from fp4kit.cpu import codec, coverage, engine
+from fp4kit.cpu import codec, engine
 from fp4kit.cpu import library as native
 from fp4kit.evidence.testing import SPECIFICATION, assert_same_bits
 from fp4kit.ops import engines as call_cache
@@ -77,10 +77,10 @@ def as_large_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     It then computes arrays of any size itself, and always uses tables of scales.
     """
     monkeypatch.setattr(codec, "TABLES_FROM", 0)
-    monkeypatch.setattr(coverage, "MIN_ELEMENTS", dict.fromkeys(coverage.MIN_ELEMENTS, 0))
-    monkeypatch.setattr(coverage, "MIN_CODE_BYTES", 0)
-    monkeypatch.setattr(coverage, "MIN_AMAX_ELEMENTS", 0)
-    monkeypatch.setattr(coverage, "MIN_COLUMNS", 0)
+    monkeypatch.setattr(engine, "MIN_ELEMENTS", dict.fromkeys(engine.MIN_ELEMENTS, 0))
+    monkeypatch.setattr(engine, "MIN_CODE_BYTES", 0)
+    monkeypatch.setattr(engine, "MIN_AMAX_ELEMENTS", 0)
+    monkeypatch.setattr(engine, "MIN_COLUMNS", 0)
 
 
 def shrink_tiles(monkeypatch: pytest.MonkeyPatch) -> None:

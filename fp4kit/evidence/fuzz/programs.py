@@ -1,5 +1,5 @@
 """Write the program of each operation: the calls to make, and which of their results must be equal.
-`p` runs the statements at once on one or two engines (check.Running) or prints them (script.Printed), and `case`
+`p` runs the statements at once on one or two engines (check.Running) or prints them (check.Printed), and `case`
 describes the arrays (x is the first), the recipe and the options. A result that differs between engines is a failure.
 
 `p.same` requires that two results are equal on every engine, so it checks an engine even if that engine runs alone.
@@ -17,9 +17,8 @@ import numpy as np
 from fp4kit.call.inputs import takes_e8m0_amaxes
 from fp4kit.call.search_scales import has_grid
 from fp4kit.evidence.fuzz.arrays import DrawnArray, View
-from fp4kit.evidence.fuzz.check import Dtype, Ended, Ref, Running, Verdict
+from fp4kit.evidence.fuzz.check import Dtype, Ended, Printed, Ref, Running, Verdict
 from fp4kit.evidence.fuzz.draw import DrawnCase, DrawnOperand, DrawnOptions, DrawnProduct
-from fp4kit.evidence.fuzz.script import Printed
 from fp4kit.evidence.testing import ComparedEngine
 from fp4kit.layouts import padded_shape
 from fp4kit.quantized.container import packed_shape, scale_shape, tensor_amax_shape

@@ -19,8 +19,7 @@ from fp4kit.evidence.live import adapter as standins
 from fp4kit.evidence.live import draw, run
 from fp4kit.evidence.live.adapter import DTYPES, PARTS, Exempt, ProducerCall, block_amax
 from fp4kit.evidence.live.draw import EDGES, draw_stored, shrink
-from fp4kit.evidence.live.run import WITHOUT, compare
-from fp4kit.evidence.live.script import script
+from fp4kit.evidence.live.run import WITHOUT, compare, script
 from fp4kit.evidence.testing import assert_same_bits
 from fp4kit.formats import bit_patterns
 
