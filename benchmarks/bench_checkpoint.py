@@ -47,7 +47,7 @@ from fp4kit.checkpoint.executors import Options
 from fp4kit.checkpoint.model.model_files import open_source
 from fp4kit.checkpoint.plan.make_plan import make_plan
 from fp4kit.checkpoint.plan.plan import Plan
-from fp4kit.storage.safetensors_file import SafetensorsWriter, TensorReader
+from fp4kit.storage.files import SafetensorsWriter, TensorReader
 
 T = TypeVar("T")
 HIDDEN, INNER, VOCABULARY = 2048, 8192, 32000

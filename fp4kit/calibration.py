@@ -28,13 +28,11 @@ from safetensors.numpy import load, save
 
 from fp4kit.arguments import as_entries, as_flag, as_float32, as_index, as_path, as_word
 from fp4kit.arithmetic import ieee
-from fp4kit.arrays import imports
-from fp4kit.arrays.imports import import_arrays, on_device
+from fp4kit.arrays.imports import cupy, import_arrays, on_device, to_host
 from fp4kit.formats import E4M3, NVFP4
 from fp4kit.layouts import pad
 from fp4kit.ops.amax import amax
-from fp4kit.storage.files import listed, parse_object, whole_file, write_file
-from fp4kit.storage.safetensors_file import unusable
+from fp4kit.storage.files import listed, parse_object, unusable, whole_file, write_file
 from fp4kit.training.communicators import Communicator, all_gather_bytes
 
 __all__ = ["Collector", "Headroom", "input_global_scale", "input_scale"]
@@ -298,7 +296,7 @@ class Totals:
 
     def include(self, blocks: Any, expert: Any) -> None:
         """Add the inputs of one call of the layer to these totals, in place."""
-        xp, tokens = imports.cupy() if on_device(blocks) else np, len(blocks)
+        xp, tokens = cupy() if on_device(blocks) else np, len(blocks)
         if not tokens:
             return
         per_token = blocks.max(axis=1)
@@ -328,7 +326,7 @@ class Totals:
     def on_host(self) -> Totals:
         """Return a copy of these totals in host memory, as NumPy arrays."""
         parts = (self.amax, self.tokens, self.histogram)
-        return Totals(self.columns, *(None if part is None else np.array(imports.to_host(part)) for part in parts))
+        return Totals(self.columns, *(None if part is None else np.array(to_host(part)) for part in parts))
 
     def expert(self, i: int) -> Totals:
         """Return the totals of one expert, which share the memory of these."""
@@ -754,7 +752,7 @@ class Collector:
         places, experts = self._totals[key], key[1] or 1
         device = like.device.id if on_device(like) else None
         if device not in places:
-            xp = np if device is None else imports.cupy()
+            xp = np if device is None else cupy()
             places[device] = Totals.empty(self._columns[key[0]], experts, self.histogram, xp)
         return places[device]
 

@@ -21,12 +21,13 @@ from fp4kit.arrays.imports import import_arrays, import_to_host, is_array
 from fp4kit.call.inputs import (
     AbstractArray,
     check_complete,
+    check_quantized_out,
+    import_out,
     parse_block_amax,
     parse_block_scale,
     parse_seed,
     parse_tensor_amax,
 )
-from fp4kit.call.outputs import check_quantized_out, import_out
 from fp4kit.formats import FLOATS, Codebook, PairedMicroexponents
 from fp4kit.layouts import check_layout, padded_shape
 from fp4kit.quantized.container import Quantized, packed_shape, scale_shape, tensor_amax_shape

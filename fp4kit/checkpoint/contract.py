@@ -26,7 +26,6 @@ from fp4kit.checkpoint.model import transforms
 from fp4kit.checkpoint.model.inspect import Checkpoint, QuantizedLayers, inspect_checkpoint, recorded
 from fp4kit.checkpoint.model.model_files import existing_file, resolved
 from fp4kit.checkpoint.model.slabs import Readers, scalar_of, tensor_scale_of
-from fp4kit.checkpoint.model.transforms import Origin, canonical, keys_of
 from fp4kit.checkpoint.model.weights import Weight, WeightRotation
 from fp4kit.checkpoint.plan.layer_recipes import record, recorded_patterns
 from fp4kit.checkpoint.plan.plan import Plan
@@ -36,9 +35,8 @@ from fp4kit.contract.sides import InputScale, by_layer, matrix_of
 from fp4kit.quantized.container import Quantized
 from fp4kit.recipes import RECIPES, Recipe, recipe
 from fp4kit.reference.stochastic import HADAMARD_BLOCK
-from fp4kit.storage.files import CheckpointError, shown
+from fp4kit.storage.files import NUMPY_DTYPES, CheckpointError, shown
 from fp4kit.storage.quantized_file import load, recipes_of
-from fp4kit.storage.safetensors_file import NUMPY_DTYPES
 
 SERVER = (
     "activations",
@@ -330,7 +328,9 @@ def opened(path: str | Path) -> tuple[Contract | None, Mapping[str, Any] | None]
         names = checkpoint.tensors
         return None, LazyTensors({n.removesuffix(".weight"): partial(_tensor, checkpoint, n) for n in names})
     read = unquantized_by_engine(checkpoint)
-    unquantized = {engine: {canonical(name): left for name, left in found.items()} for engine, found in read.items()}
+    unquantized = {
+        engine: {transforms.canonical(name): left for name, left in found.items()} for engine, found in read.items()
+    }
     return (contract_of(place) if checkpoint.layers else None), LazyTensors(*_readers(checkpoint), unquantized)
 
 
@@ -357,9 +357,9 @@ def _readers(checkpoint: Checkpoint) -> tuple[dict[str, Callable[[], Any]], dict
         for weight in checkpoint.weights.values():
             form = weight.container
             for e in range(weight.experts):
-                for key, one, span in keys_of(weight, e, config):
+                for key, one, span in transforms.keys_of(weight, e, config):
                     if form is None:
-                        found[key] = partial(_values, Origin(one, e, span))
+                        found[key] = partial(_values, transforms.Origin(one, e, span))
                     elif span == (0, weight.shape[-2]):
                         found[key] = partial(_matrix, read, weight, e)
                     if form is not None and INPUT_SCALE in weight.parts:
@@ -381,10 +381,14 @@ def _readers(checkpoint: Checkpoint) -> tuple[dict[str, Callable[[], Any]], dict
 def _other_name(name: str) -> str:
     """Return the name under which a tensor that is no layer is compared: canonical, and without an ending ".weight"."""
     module, _, leaf = name.rpartition(".")
-    return canonical(module) if leaf == "weight" else ".".join(filter(None, (canonical(module), leaf)))
+    return (
+        transforms.canonical(module)
+        if leaf == "weight"
+        else ".".join(filter(None, (transforms.canonical(module), leaf)))
+    )
 
 
-def _values(rows: Origin) -> np.ndarray:
+def _values(rows: transforms.Origin) -> np.ndarray:
     """Read and return some rows of an unquantized weight, in the dtype of the file."""
     with Readers() as readers:
         return rows.values(readers)

@@ -32,16 +32,19 @@ from fp4kit.checkpoint.model.model_files import MANIFEST, digest_of, existing_fi
 from fp4kit.checkpoint.model.weights import Weight
 from fp4kit.checkpoint.plan.plan import check_target, final_path
 from fp4kit.layouts import GGUF_BLOCKS
-from fp4kit.storage.files import CheckpointError, parse_object, shown, whole_file
-from fp4kit.storage.gguf_file import is_gguf, name_of_part, read_gguf_model
-from fp4kit.storage.safetensors_file import (
+from fp4kit.storage.files import (
+    CheckpointError,
     NewTensor,
     SafetensorsFile,
     SafetensorsWriter,
     TensorEntry,
     TensorReader,
+    parse_object,
     read_header,
+    shown,
+    whole_file,
 )
+from fp4kit.storage.gguf_file import is_gguf, name_of_part, read_gguf_model
 
 _SINGLE = {".safetensors": "model.safetensors", ".gguf": "model.gguf"}
 _NAME_OF_FILE = re.compile(r"model\.(safetensors|gguf)|\d{5}-of-\d{5}\.gguf")

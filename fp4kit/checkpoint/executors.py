@@ -38,8 +38,7 @@ import numpy as np
 from fp4kit import __version__
 from fp4kit.arrays import imports
 from fp4kit.cpu.library import alone
-from fp4kit.storage.files import CheckpointError
-from fp4kit.storage.safetensors_file import SafetensorsFile
+from fp4kit.storage.files import CheckpointError, SafetensorsFile
 
 T = TypeVar("T")
 FunctionCall = tuple[Callable[..., T], tuple[Any, ...]]  # a function and its arguments

@@ -20,14 +20,10 @@ import numpy as np
 from fp4kit.arguments import is_one_of
 from fp4kit.calibration import RULES, UNSEEN
 from fp4kit.checkpoint.containers import config_entries, configs, table
-from fp4kit.checkpoint.containers.config_entries import Item
-from fp4kit.checkpoint.containers.configs import LOADED, MIXTURES
 from fp4kit.checkpoint.containers.engines import Issue, comfy, finding, mlx
 from fp4kit.checkpoint.containers.table import INPUT_SCALE, TENSOR_SCALE, Container, container
 from fp4kit.checkpoint.convert.job import RENAME, input_scale_of
 from fp4kit.checkpoint.loaders import exclusions, requirements, support
-from fp4kit.checkpoint.loaders.exclusions import READERS
-from fp4kit.checkpoint.loaders.requirements import REJECTS
 from fp4kit.checkpoint.model import transforms
 from fp4kit.checkpoint.model.closed_world import lost_tensor_scales
 from fp4kit.checkpoint.model.doubts import LOST_CODES, tied_head
@@ -49,16 +45,13 @@ from fp4kit.checkpoint.plan.plan import configs as configs_of
 from fp4kit.checkpoint.plan.scale_search import Activations
 from fp4kit.checkpoint.plan.source_layers import cache_troubles, doubtful_layers
 from fp4kit.checkpoint.selection import names, selection
-from fp4kit.checkpoint.selection.names import fused_groups, group_name, trouble
-from fp4kit.checkpoint.selection.selection import diffusers_class as class_of
 from fp4kit.formats import NVFP4, ElementFormat
-from fp4kit.storage.files import listed, shown
-from fp4kit.storage.safetensors_file import SafetensorsFile, TensorEntry
+from fp4kit.storage.files import SafetensorsFile, TensorEntry, listed, shown
 
 
 def findings_of(model: Checkpoint, scalars: Mapping[str, float], rotated: Collection[str]) -> list[Issue]:
     """Return the findings that follow from headers, configs and scalars."""
-    name, why = trouble(model.tensors)  # a name with a part that a wrapper of PyTorch adds, such as "_orig_mod"
+    name, why = names.trouble(model.tensors)  # a name with a part that a wrapper of PyTorch adds, such as "_orig_mod"
     found = [
         *doubtful_declarations(model),
         *[Issue("error", name, why)] * bool(why),
@@ -165,7 +158,7 @@ def lines_of(issues: Iterable[Issue]) -> list[tuple[str, str]]:
 
 def engines_that_load(format_name: str, config: Mapping[str, Any], issues: Iterable[Issue]) -> tuple[str, ...]:
     """Return the serving engines that load a checkpoint, according to the table of engines and to its findings."""
-    if class_of(config) or (format_name not in LOADED and format_name not in MIXTURES):
+    if selection.diffusers_class(config) or (format_name not in configs.LOADED and format_name not in configs.MIXTURES):
         return ()
     issues = [*issues]
     doubted = {*rejections_of(issues), *(issue.loader for issue in issues if issue.subject == "model")}
@@ -177,7 +170,7 @@ def rejections_of(issues: Iterable[Issue]) -> dict[str, str]:
     """Return a dict from engine, with its version, to the reason why it rejects the checkpoint, as "subject: text"."""
     found: dict[str, str] = {}
     for issue in issues:
-        if issue.loader and (issue.severity == "error" or issue.text.endswith(REJECTS)):
+        if issue.loader and (issue.severity == "error" or issue.text.endswith(requirements.REJECTS)):
             found.setdefault(issue.loader, f"{shown(issue.subject)}: {shown(issue.sentence)}")
     return found
 
@@ -266,12 +259,12 @@ def _outliers(amaxes: Mapping[str, float]) -> Iterator[Issue]:
 
 def _unequal(amaxes: Mapping[str, float], divides: set[str]) -> Iterator[Issue]:
     """Yield a warning for every fused layer whose parts have different input scales."""
-    for key, members in fused_groups(amaxes).items():
+    for key, members in names.fused_groups(amaxes).items():
         found = {amaxes[name] for name in members}
         if len(found) > 1:
             used = "the smallest amax, so larger inputs saturate" if divides & {*members} else "the largest amax"
             text = f"input scales differ by a factor of {max(found) / min(found):.4g}, although the layers read one"
-            yield Issue("warning", group_name(*key), f"{text} input; vLLM uses {used}")
+            yield Issue("warning", names.group_name(*key), f"{text} input; vLLM uses {used}")
 
 
 def doubtful_declarations(model: Checkpoint) -> Iterator[Issue]:
@@ -327,7 +320,7 @@ def unusable_tensor_scales(weights: Iterable[Weight]) -> Iterator[Issue]:
 _CHECKED_FORMATS = ("modelopt", "compressed-tensors", "deepseek-v4")
 
 
-def refused_items(items: Iterable[Item]) -> Iterator[Issue]:
+def refused_items(items: Iterable[config_entries.Item]) -> Iterator[Issue]:
     """Yield an error for every item that fp4kit refuses to read, and a warning for every doubtful or ignored item."""
     for item in items:
         if item.group in (config_entries.DOUBTFUL, config_entries.REFUSED, config_entries.IGNORED):
@@ -406,7 +399,7 @@ def _required(
     name = "bf16" if form is None else _container_id(form, model.layers.values(), config)
     others = _other_layers(model, form)
     left_out = part_names(model.layers[layer] for layers in others.values() for layer in layers)
-    if name not in LOADED:
+    if name not in configs.LOADED:
         yield _unknown(name, [n for n, w in model.layers.items() if form and w.form.name == form.name])
     elif form is not None and form.format == "modelopt" and configs.is_mixed(config):
         declared = configs.declared_for(form.kind, name, config)
@@ -421,7 +414,7 @@ def _required(
     for other, layers in others.items():
         own = [model.layers[layer] for layer in layers]
         known = _container_id(container(other), own, config)
-        if known in LOADED:
+        if known in configs.LOADED:
             is_own = part_names(own).__contains__
             yield from findings(known, is_own, configs.declared_for(container(other).kind, known, config))
         else:
@@ -438,9 +431,9 @@ _UNKNOWN_FORMAT = "the requirements of loaders are not known for this format, so
 _UNLISTED = "is not named in quantized_layers, so it is loaded as unquantized"
 
 
-def _unknown(container: str, names: list[str]) -> Issue:
+def _unknown(container: str, layers: list[str]) -> Issue:
     """Return a warning that layers in a container are not checked, because the requirements of engines are unknown."""
-    text = f"{container}: the requirements of loaders are not known, so {len(names)} layers are not checked"
+    text = f"{container}: the requirements of loaders are not known, so {len(layers)} layers are not checked"
     return Issue("warning", "model", text)
 
 
@@ -488,14 +481,14 @@ def _container_id(form: Container, weights: Iterable[Weight], config: Mapping[st
 def _exclusions(model: Checkpoint, name: str, form: Container | None, config: Mapping[str, Any]) -> Iterator[Issue]:
     """Yield a finding for each module that an engine would load wrongly because of the checkpoint's exclusion list."""
     declared = config.get("quantization_config")
-    syntax = LOADED[name].syntax
-    if form is None or not READERS.get(name) or syntax is None or not isinstance(declared, Mapping):
+    syntax = configs.LOADED[name].syntax
+    if form is None or not exclusions.READERS.get(name) or syntax is None or not isinstance(declared, Mapping):
         return
     try:
         patterns = exclusions.listed(syntax, declared)
     except ValueError as error:
         patterns = ()
-        for reader in READERS[name]:
+        for reader in exclusions.READERS[name]:
             yield finding(reader.engine, "error", "config.json", str(error))
     yield from exclusions.check(name, patterns, _unquantized(model, form), list(model.layers), config)
 
@@ -507,10 +500,10 @@ def unquantized_by_engine(model: Checkpoint) -> dict[str, dict[str, bool]]:
     if form is None or not isinstance(declared, Mapping) or configs.is_mixed(config) or is_gguf_config(config):
         return {}
     name = _container_id(form, model.layers.values(), config)
-    if name not in LOADED or LOADED[name].syntax is None:
+    if name not in configs.LOADED or configs.LOADED[name].syntax is None:
         return {}
     try:
-        patterns = exclusions.listed(str(LOADED[name].syntax), declared)
+        patterns = exclusions.listed(str(configs.LOADED[name].syntax), declared)
     except ValueError:
         return {}
     modules = [*_unquantized(model, form), *model.layers]

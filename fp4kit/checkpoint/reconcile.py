@@ -31,13 +31,11 @@ from fp4kit.checkpoint.convert.job import usable_tensor_scale
 from fp4kit.checkpoint.convert.run_jobs import source_facts
 from fp4kit.checkpoint.model import model_files
 from fp4kit.checkpoint.model.closed_world import check_model
-from fp4kit.checkpoint.model.model_files import Source, open_source
 from fp4kit.checkpoint.model.slabs import Readers, codes_of, decode, row_chunks, scalar_of, tensor_scale_of
 from fp4kit.checkpoint.model.statistics import sqnr_db
 from fp4kit.checkpoint.model.weights import Weight, weights_of
 from fp4kit.checkpoint.selection.names import shared_amax_groups
-from fp4kit.storage.files import CheckpointError, dump_object, shown, write_file
-from fp4kit.storage.safetensors_file import SafetensorsWriter
+from fp4kit.storage.files import CheckpointError, SafetensorsWriter, dump_object, shown, write_file
 
 Progress = Callable[[int], None]
 
@@ -78,7 +76,7 @@ class Reconciliation:
     destination: Path | None
 
 
-def disagreements(source: Source, readers: Readers) -> dict[str, dict[str, Weight]]:
+def disagreements(source: model_files.Source, readers: Readers) -> dict[str, dict[str, Weight]]:
     """Find the fused layers whose parts (such as q, k and v) store different tensor scales."""
     # The stored numbers are compared, because engines compare them.
     layers = {weight.name: weight for weight in _layers(source).values()}
@@ -103,7 +101,7 @@ def _largest(parts: Mapping[str, Weight], readers: Readers) -> Weight:
     return max(parts.values(), key=scale)
 
 
-def _layers(source: Source) -> dict[str, Weight]:
+def _layers(source: model_files.Source) -> dict[str, Weight]:
     """Return the layers whose tensor scale can be reconciled, as a dict from tensor name to weight."""
     return {
         name: weight
@@ -123,7 +121,7 @@ def reconcile(
     ignore: Iterable[str] = (),
 ) -> Reconciliation:
     """Write a copy of an NVFP4 checkpoint in which the parts of every fused layer have one tensor scale."""
-    model = open_source(Path(source))
+    model = model_files.open_source(Path(source))
     if model_files.is_gguf_config(model.config):
         raise CheckpointError(
             f"{source}: is a GGUF file; llama.cpp does not fuse its layers, so there is nothing to reconcile"
@@ -212,7 +210,9 @@ class _Repaired:
         return Repair(self.weight.name, self.group, *scales, self.old.size, changed, lost, sqnr_db(signal, noise))
 
 
-def _write(model: Source, changed: Mapping[str, _Repaired], target: Path, readers: Readers, tick: Progress) -> None:
+def _write(
+    model: model_files.Source, changed: Mapping[str, _Repaired], target: Path, readers: Readers, tick: Progress
+) -> None:
     """Write a copy of a model to ``target``, in which only the scales of the layers in ``changed`` have new bytes."""
     is_file = target.suffix.lower() == ".safetensors"
     if is_file and not model.root.is_file():

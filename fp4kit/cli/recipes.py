@@ -33,7 +33,6 @@ from fp4kit.evidence import selftest
 from fp4kit.evidence.fuzz import run as fuzz
 from fp4kit.evidence.fuzz.recipes import OPERATIONS, Pool
 from fp4kit.evidence.golden import check as agreement
-from fp4kit.evidence.golden.check import check_recipe
 from fp4kit.evidence.golden.golden_set import GoldenSet
 from fp4kit.evidence.golden.rows import ROWS
 from fp4kit.evidence.live import run as producers
@@ -92,7 +91,7 @@ def _check(out: Output, ids: tuple[str, ...], golden: GoldenSet) -> int:
     """Compare recipes with recorded outputs of the producers that they reproduce, and print the number of equal
     arrays.
     """
-    results = [check_recipe(name, golden) for name in ids]
+    results = [agreement.check_recipe(name, golden) for name in ids]
     rows = []
     for result in results:
         variants = sorted({f"{row.file}/{row.variant}" for row in ROWS if row.recipe == result.recipe})

@@ -17,7 +17,6 @@ import numpy as np
 
 from fp4kit.arithmetic import is_ieee
 from fp4kit.arrays import returns
-from fp4kit.arrays.returns import giver
 from fp4kit.call.parse import Call
 from fp4kit.cpu.codec import are_looked_up, check_array, decode_call, encode_call, kernels_of, tensor_key, tensors_of
 from fp4kit.cpu.library import ELEMENTS_PER_CALL, EncodeCall, address, functions, threads_for
@@ -144,7 +143,7 @@ def _jax(like: Any) -> ArrayAccess:
         address=lambda a: address(a if a is None else np.asarray(a)),
         is_float32=lambda a: _is_float32(np.asarray(a)),
         to_bytes=lambda a: np.asarray(a).tobytes(),
-        result=giver(like),
+        result=returns.giver(like),
     )
 
 

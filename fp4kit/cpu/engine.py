@@ -33,7 +33,6 @@ from fp4kit.cpu.library import ELEMENTS_PER_CALL, address, functions, threads_fo
 from fp4kit.host import engine as reference
 from fp4kit.quantized.container import Quantized, tensor_amax_shape
 from fp4kit.recipes import Recipe, rules
-from fp4kit.recipes.rules import NOISE_STOCHASTICS
 from fp4kit.recipes.schema import faking, searching
 from fp4kit.reference import quantize as partial_specification
 from fp4kit.reference import search as specification
@@ -41,8 +40,6 @@ from fp4kit.reference.arith import moved_by, reciprocal_approx_ftz
 from fp4kit.reference.codec import stack
 from fp4kit.reference.matmul import as_terms
 from fp4kit.reference.matmul import low_rank_product as low_rank_product_of_specification
-from fp4kit.reference.quantize import EncodeOptions
-from fp4kit.reference.search import SearchTerms
 from fp4kit.reference.stochastic import hadamard_factor
 from fp4kit.reference.tensor_rules import tensor_scale
 
@@ -197,7 +194,7 @@ def rule_of(r: Recipe, offsets: tuple[int, int] | None) -> int:
     return rule
 
 
-def _candidates(amax: np.float32, r: Recipe, terms: SearchTerms) -> np.ndarray:
+def _candidates(amax: np.float32, r: Recipe, terms: specification.SearchTerms) -> np.ndarray:
     """Return the tables of a search, indexed by scale code, float32 (3, 128)."""
     # Entries for codes outside of 1 ... 126, which are never candidates, are 1.
     found = np.ones((3, 128), np.float32)
@@ -245,7 +242,7 @@ def _check(call: Call, min_elements: int | None = None) -> None:
         raise Declined("the specification is as fast for so few elements")
     if codec.kernels_of(call.recipe).own is not None and call.random is not None:
         raise Declined("the CPU engine has no stochastic rounding for user-defined formats")
-    if call.recipe.stochastic in NOISE_STOCHASTICS and call.random is not None:
+    if call.recipe.stochastic in rules.NOISE_STOCHASTICS and call.random is not None:
         raise Declined(f"the CPU engine has no stochastic rounding for {call.recipe.id}")
     codec.check_array(call.x)
 
@@ -414,7 +411,10 @@ def _cast_shard(
         cut = _Cut(len(shard), len(shard))
     partial_specification.partial_cast(shard[: cut.first], out, amax, shape, start, *common)
     if cut.rows:
-        x, options = shard[cut.first : cut.last].reshape(cut.rows, shape[1]), EncodeOptions(amax[cut.blocks(r)])
+        x, options = (
+            shard[cut.first : cut.last].reshape(cut.rows, shape[1]),
+            partial_specification.EncodeOptions(amax[cut.blocks(r)]),
+        )
         codec.quantize_matrix(x, *common, out[cut.row : cut.row + cut.rows], None, options)
     if cut.last < len(shard):
         partial_specification.partial_cast(shard[cut.last :], out, amax, shape, start + cut.last, *common)

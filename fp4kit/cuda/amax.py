@@ -15,7 +15,6 @@ from fp4kit.arrays import imports
 from fp4kit.call.parse import Call
 from fp4kit.cuda import matrix
 from fp4kit.cuda.launch import THREADS, aligned, prepared
-from fp4kit.cuda.matrix import transform_struct
 from fp4kit.cuda.shards import amax_shard, check_blocks
 from fp4kit.quantized.container import tensor_amax_shape
 from fp4kit.recipes import Recipe
@@ -213,6 +212,6 @@ def amax_hadamard(x: Any, counted: str, mask: int) -> Any:
         is_aligned = x.data.ptr % _WORD == 0 and columns * x.dtype.itemsize % _WORD == 0
         wide = -(-columns // (THREADS * (_WORD // x.dtype.itemsize if is_aligned else 1)))
         work, traits = rows // HADAMARD_BLOCK * wide, (x.dtype, f"AmaxInput::{counted}", is_aligned)
-        launch = prepared("amax_hadamard", work, (rows, columns), x.device.id, traits, transform_struct(mask))
+        launch = prepared("amax_hadamard", work, (rows, columns), x.device.id, traits, matrix.transform_struct(mask))
         launch(x.data.ptr, out.data.ptr)
     return out

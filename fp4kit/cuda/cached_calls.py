@@ -22,7 +22,6 @@ from fp4kit.cuda import matrix
 from fp4kit.cuda.amax import tensor_amax_operands
 from fp4kit.cuda.dispatch import LaunchRequest, check_formats, find_kernel
 from fp4kit.cuda.launch import Launch, aligned
-from fp4kit.cuda.matrix import launch_request
 from fp4kit.cuda.transforms import SQUARE_BLOCKS, swizzle_launch, transpose_launch
 from fp4kit.layouts import padded_shape
 from fp4kit.quantized.container import PARTS, Quantized, assembled, tensor_amax_shape, wanted_parts
@@ -87,7 +86,7 @@ def quantize(call: Call, x: Any, given: Any, both: bool = False) -> PreparedCall
         return None
     # The kernel writes the amax that it computes, or a copy of the caller's amax, into the tensor_amax of each result.
     written = "tensor_amax" if _computes_amax(call) else "amax_out"
-    request, row = launch_request(call, columns=columns), _codes(call._replace(axis=last, moved=call.x), written)
+    request, row = matrix.launch_request(call, columns=columns), _codes(call._replace(axis=last, moved=call.x), written)
     if not columns:
         return _repeated(call, x, given, request, row)
     column = _codes(call, "column_amax_out" if both else written, "column_")
@@ -110,7 +109,7 @@ def fake_quantize(call: Call, x: Any, given: Any) -> PreparedCall | None:
     if _computes_amax(call):
         amax = NewArray(tensor_amax_shape(call.x.shape, call.recipe), FLOAT32)
         outputs = outputs._replace(new=(*outputs.new, amax), arguments=("values", "tensor_amax"))
-    return _repeated(call, x, given, launch_request(call, values=True), outputs)
+    return _repeated(call, x, given, matrix.launch_request(call, values=True), outputs)
 
 
 def _computes_amax(call: Call) -> bool:

@@ -9,15 +9,13 @@ from typing import Any
 import numpy as np
 
 from fp4kit.arrays import imports
-from fp4kit.call.inputs import without_sign
-from fp4kit.call.outputs import empty_quantized
+from fp4kit.call.inputs import empty_quantized, without_sign
 from fp4kit.call.parse import Call, QuantizeOptions, quantize_call
 from fp4kit.cuda import matrix
 from fp4kit.cuda.amax import empty_amax, tensor_amax
 from fp4kit.cuda.compiler import recipe_struct
 from fp4kit.cuda.dispatch import LaunchRequest, check_formats, find_kernel, kernel_for
 from fp4kit.cuda.launch import address, as_aligned, prepared
-from fp4kit.cuda.matrix import Matrix
 from fp4kit.cuda.search import with_searched_amaxes
 from fp4kit.cuda.transforms import swizzle
 from fp4kit.quantized.container import Quantized, packed_shape
@@ -86,7 +84,7 @@ def launch(
             parts = {"packed": q.packed, "scales": q.block_scale, "tensor_scale": q.tensor_scale}
             parts["amax_out"] = None if q.tensor_amax is amax else q.tensor_amax
             arrays |= {prefix + name: array for name, array in parts.items()}
-    return matrix.quantize_matrices(call, request, Matrix(x, **arrays))
+    return matrix.quantize_matrices(call, request, matrix.Matrix(x, **arrays))
 
 
 def _fill_scales(call: Call, amax: Any, *results: Quantized | None) -> None:
@@ -110,7 +108,7 @@ def quantize_with_scales(call: Call) -> Quantized:
             scale, amax, x = result.tensor_scale, None, imports.cupy().ascontiguousarray(call.moved)
             if encodes_by_amax(call.recipe):
                 amax = matrix.implied_amaxes(scale, None, call.recipe, call.x.dtype)
-            arrays = Matrix(x, result.packed, result.block_scale, tensor_amax=amax, tensor_scale=scale)
+            arrays = matrix.Matrix(x, result.packed, result.block_scale, tensor_amax=amax, tensor_scale=scale)
             matrix.quantize_matrices(call, request, arrays)
     return result
 
@@ -147,7 +145,7 @@ def fake_quantize(call: Call) -> Any:
         if not (request.finds_amax or by_kernel):
             amax = tensor_amax(call, x)
         if x.size:
-            matrix.quantize_matrices(call, request, Matrix(x, values=values, tensor_amax=amax))
+            matrix.quantize_matrices(call, request, matrix.Matrix(x, values=values, tensor_amax=amax))
         return cupy.moveaxis(values, -1, call.axis)
 
 

@@ -206,7 +206,7 @@ class DeviceStages:
         columnwise: True to also make columnwise copies.
         layout: the layout of the block scales.
 
-    The attributes bits, message, gathered, counts, quantized and columnwise are those of HostStages (host/plans.py).
+    The attributes bits, message, gathered, counts, quantized and columnwise are those of HostStages (host/engine.py).
     """
 
     def __init__(

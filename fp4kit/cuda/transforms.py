@@ -8,11 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from fp4kit import layouts
 from fp4kit.arrays import imports
 from fp4kit.call.parse import Declined, Rotation
 from fp4kit.cuda.launch import LAUNCHES, Launch, address, aligned, as_aligned, prepared
-from fp4kit.layouts import padded_shape
+from fp4kit.layouts import check_pairs, check_size, padded_shape
 from fp4kit.quantized.container import Quantized, packed_shape, scale_shape
 from fp4kit.recipes import Recipe
 from fp4kit.reference.stochastic import hadamard_factor
@@ -45,7 +44,7 @@ def transpose(packed: Any, scales: Any, q: Quantized) -> tuple[Any, Any]:
 
 def swizzle(scales: Any, source: str, target: str, shape: tuple[int, ...]) -> Any:
     """Convert block scales from layout `source` to `target`, in one launch."""
-    layouts.check_size(scales, source, shape)
+    check_size(scales, source, shape)
     cupy = imports.cupy()
     with imports.making_current(scales.device.id):
         out = cupy.empty(padded_shape(shape, target), np.uint8)
@@ -59,7 +58,7 @@ def swizzle(scales: Any, source: str, target: str, shape: tuple[int, ...]) -> An
 def pack(codes: Any) -> Any:
     """Return a new array with two 4-bit codes per byte, from an array with one code per byte."""
     # The high nibbles of `codes` are dropped without a check, because a check would wait for the device.
-    layouts.check_pairs(codes.shape)
+    check_pairs(codes.shape)
     return _repack("pack_codes", codes, (*codes.shape[:-1], codes.shape[-1] // 2))
 
 

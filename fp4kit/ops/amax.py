@@ -14,8 +14,7 @@ import numpy as np
 from fp4kit.arguments import as_float32, as_index
 from fp4kit.arrays.imports import import_arrays, on_device, to_device, to_host
 from fp4kit.arrays.returns import mark_written, returns_in_library
-from fp4kit.call.inputs import parse_tensor_amax, without_sign
-from fp4kit.call.outputs import check_disjoint, check_out, import_out
+from fp4kit.call.inputs import check_disjoint, check_out, import_out, parse_tensor_amax, without_sign
 from fp4kit.call.parse import (
     QuantizeOptions,
     amax_shape,

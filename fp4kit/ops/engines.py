@@ -22,7 +22,6 @@ from fp4kit.cpu import cached_calls as cpu_cached
 from fp4kit.cpu import engine as cpu
 from fp4kit.cpu.library import library, limited_threads, specification_only
 from fp4kit.host import engine as reference
-from fp4kit.host import plans
 from fp4kit.quantized.container import Quantized
 from fp4kit.recipes import Recipe
 
@@ -259,14 +258,14 @@ def run_group(op: str, operation: str, calls: list[tuple[bool, tuple[Any, ...]]]
 
 def new_group(op: str, calls: list[Call], r: Recipe, stack: Any) -> Any:
     """Return the object that runs N parsed calls: a CudaGroup on a GPU, or a HostGroup in host memory."""
-    return _cuda().CudaGroup(calls, stack) if calls and calls[0].on_device else plans.HostGroup(op, calls, r, run)
+    return _cuda().CudaGroup(calls, stack) if calls and calls[0].on_device else reference.HostGroup(op, calls, r, run)
 
 
 def new_clip_group(calls: list[Call], amaxes: list[Any]) -> Any:
     """Return the object that clips N gradients: a CudaClipGroup on a GPU, or a HostClipGroup in host memory."""
     if calls and calls[0].on_device:
         return _cuda().CudaClipGroup(calls, amaxes)
-    return plans.HostClipGroup(calls, amaxes, run)
+    return reference.HostClipGroup(calls, amaxes, run)
 
 
 def check_master_weights(values: list[Any], shapes: list[tuple[int, int]], r: Recipe) -> bool:
@@ -280,7 +279,7 @@ def check_master_weights(values: list[Any], shapes: list[tuple[int, int]], r: Re
 def new_master_weights(values: list[Any], *facts: Any) -> Any:
     """Return the object whose methods compute the steps of cast_master_weights for the shards `values`."""
     # The first shard decides, so `values` must not be empty.
-    make: Any = plans.HostStages
+    make: Any = reference.HostStages
     return _cuda().DeviceStages(values, *facts) if imports.on_device(values[0]) else make(values, *facts, run=run)
 
 

@@ -7,8 +7,15 @@ from typing import Any, NamedTuple, overload
 from fp4kit.arguments import as_flag, is_one_of
 from fp4kit.arrays.imports import on_device
 from fp4kit.arrays.returns import library_of, mark_written, numpy_dtype, returns_in_library
-from fp4kit.call.inputs import check_seed, clip_amax, reshape_clip_amax
-from fp4kit.call.outputs import are_disjoint, check_disjoint, check_values_out, import_out
+from fp4kit.call.inputs import (
+    are_disjoint,
+    check_disjoint,
+    check_seed,
+    check_values_out,
+    clip_amax,
+    import_out,
+    reshape_clip_amax,
+)
 from fp4kit.call.parse import (
     SEED_WITHOUT_USE,
     QuantizeOptions,

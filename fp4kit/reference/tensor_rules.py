@@ -16,7 +16,6 @@ import numpy as np
 
 from fp4kit.formats import FLT_MAX, FLT_MIN
 from fp4kit.recipes import Recipe, rules
-from fp4kit.recipes.rules import BLOCK_RULES, DECODE_RULES
 from fp4kit.reference.arith import (
     ONE,
     ZERO,
@@ -623,7 +622,7 @@ def stored_tensor_scale(scale: Array | None, amax: Array | None, recipe: Recipe,
     if recipe.tensor_rule is None or scale is None:
         return TensorScale(ONE, ONE, ONE)
     scale = np.asarray(scale, np.float32)
-    if not DECODE_RULES[recipe.decode_rule].needs_amax:
+    if not rules.DECODE_RULES[recipe.decode_rule].needs_amax:
         return TensorScale(ONE, scale, ONE)
     amaxes = np.full(scale.shape, UNKNOWN) if amax is None else np.array(amax, np.float32)
     mismatched = (
@@ -645,7 +644,7 @@ def encodes_by_amax(recipe: Recipe) -> bool:
     """
     if recipe.tensor_rule is None:
         return False
-    return recipe.apply == "multiply" if recipe.block_rule is None else BLOCK_RULES[recipe.block_rule].encode
+    return recipe.apply == "multiply" if recipe.block_rule is None else rules.BLOCK_RULES[recipe.block_rule].encode
 
 
 def encoding_scale(scale: Array | None, recipe: Recipe, dtype: Dtype) -> TensorScale:

@@ -1,15 +1,29 @@
-"""CheckpointError and its messages, strict JSON, and files that appear under their name when they are complete."""
+"""CheckpointError and its messages, strict JSON, files that appear under their name when they are complete, and
+safetensors files.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import secrets
+import stat
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
+from io import FileIO
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import ml_dtypes
+import numpy as np
+import numpy.typing as npt
+from safetensors import SafetensorError, safe_open
+
+from fp4kit.formats import FLOATS
+from fp4kit.layouts import GGUF_BLOCKS
 
 
 class CheckpointError(ValueError):
@@ -121,3 +135,368 @@ def sync_directory(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+# safetensors ----------------------------------------------------------------------------------------------------------
+# Read one safetensors file: its header, checked by the safetensors library, and byte ranges of its tensors. The library
+# returns tensors only as arrays of dtypes that NumPy has, and it maps the file into memory. Plain byte reads can copy
+# tensors of every dtype. They also survive if the file shrinks while it is read; a process that has mapped the file
+# would be killed.
+
+
+class GgmlType(NamedTuple):
+    """A tensor type of GGUF files: its name, the elements per block and the bytes per block."""
+
+    name: str
+    elements: int
+    bytes: int
+
+    def nbytes(self, shape: tuple[int, ...]) -> int:
+        """Return the size in bytes of a tensor of this type."""
+        return prod(shape) // self.elements * self.bytes
+
+
+_QK = 256
+GGML_TYPES: dict[int, GgmlType] = {
+    0: GgmlType("F32", 1, 4),
+    1: GgmlType("F16", 1, 2),
+    24: GgmlType("I8", 1, 1),
+    25: GgmlType("I16", 1, 2),
+    26: GgmlType("I32", 1, 4),
+    27: GgmlType("I64", 1, 8),
+    28: GgmlType("F64", 1, 8),
+    30: GgmlType("BF16", 1, 2),
+    2: GgmlType("Q4_0", 32, 18),
+    3: GgmlType("Q4_1", 32, 20),
+    6: GgmlType("Q5_0", 32, 22),
+    7: GgmlType("Q5_1", 32, 24),
+    8: GgmlType("Q8_0", 32, 34),
+    9: GgmlType("Q8_1", 32, 40),
+    20: GgmlType("IQ4_NL", 32, 18),
+    41: GgmlType("Q1_0", 128, 18),
+    42: GgmlType("Q2_0", 64, 18),
+    10: GgmlType("Q2_K", _QK, 84),
+    11: GgmlType("Q3_K", _QK, 110),
+    12: GgmlType("Q4_K", _QK, 144),
+    13: GgmlType("Q5_K", _QK, 176),
+    14: GgmlType("Q6_K", _QK, 210),
+    15: GgmlType("Q8_K", _QK, 292),
+    16: GgmlType("IQ2_XXS", _QK, 66),
+    17: GgmlType("IQ2_XS", _QK, 74),
+    18: GgmlType("IQ3_XXS", _QK, 98),
+    19: GgmlType("IQ1_S", _QK, 50),
+    21: GgmlType("IQ3_S", _QK, 110),
+    22: GgmlType("IQ2_S", _QK, 82),
+    23: GgmlType("IQ4_XS", _QK, 136),
+    29: GgmlType("IQ1_M", _QK, 56),
+    34: GgmlType("TQ1_0", _QK, 54),
+    35: GgmlType("TQ2_0", _QK, 66),
+    39: GgmlType("MXFP4", GGUF_BLOCKS["mxfp4"].elements, GGUF_BLOCKS["mxfp4"].bytes),
+    40: GgmlType("NVFP4", GGUF_BLOCKS["nvfp4"].elements, GGUF_BLOCKS["nvfp4"].bytes),
+}
+# Types that llama.cpp had in earlier versions.
+REMOVED = {
+    **{4: "Q4_2", 5: "Q4_3", 31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8"},
+    **{36: "IQ4_NL_4_4", 37: "IQ4_NL_4_8", 38: "IQ4_NL_8_8"},
+}
+NUMBER_OF = {kind.name: number for number, kind in GGML_TYPES.items()}
+# Types with blocks of several elements, which only GGUF files have.
+BLOCKED = {kind.name: kind for kind in GGML_TYPES.values() if kind.elements > 1}
+
+
+# {dtype: bits per element}, in the order of the safetensors library's dtype table. Its writer sorts by this order.
+DTYPE_BITS: dict[str, int] = {
+    "BOOL": 8,
+    "F4": 4,
+    **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
+    **dict.fromkeys(("U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
+    **dict.fromkeys(("I16", "U16", "F16", "BF16"), 16),
+    **dict.fromkeys(("I32", "U32", "F32"), 32),
+    **dict.fromkeys(("C64", "F64", "I64", "U64"), 64),
+}
+
+NUMPY_DTYPES: dict[str, np.dtype] = {
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+    "U8": np.dtype(np.uint8),
+    "U32": np.dtype(np.uint32),  # MLX packs codes into 32-bit words
+    "I8": np.dtype(np.uint8),  # all 8-bit types are read as bit patterns
+    "F8_E4M3": np.dtype(np.uint8),
+    "F8_E8M0": np.dtype(np.uint8),
+}
+# Names of the dtypes of tensors that can be quantized, and of amaxes.
+FLOAT_DTYPES = tuple(name for name, dtype in NUMPY_DTYPES.items() if dtype in FLOATS)
+
+# {part of an error message of the safetensors library: explanation for the owner of the file}
+_PLAIN_WORDS = {
+    "header too small": "it ends before its 8-byte header length: empty or truncated",
+    "header too large": "its header length is beyond the limit of 100 MB: not a safetensors file",
+    "invalid header length": "its header is longer than the file: truncated",
+    "UTF-8": "its header is not text: not a safetensors file",
+    "unknown variant": "it has a tensor of a dtype that the safetensors library does not know",
+    "invalid JSON": "its header is not the JSON that the format requires",
+    "invalid offset": "its tensors overlap, are out of order or leave a gap",
+    "not fully covered": "its tensors do not fill it exactly: truncated or appended to",
+    "overflow": "it has a tensor whose shape is too large for any file",
+    "invalid shape": "it has a tensor whose shape and byte range disagree",
+}
+
+
+def nbytes_of(dtype: str, shape: tuple[int, ...]) -> int:
+    """Return the size of a tensor in bytes, for a dtype of safetensors or GGUF."""
+    if dtype in BLOCKED:
+        return BLOCKED[dtype].nbytes(shape)
+    return -(-prod(shape) * DTYPE_BITS[dtype] // 8)
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """One tensor of a file: its name, dtype and shape, and the position of its bytes.
+
+    Attributes:
+        name: the name of the tensor.
+        dtype: its dtype, as the file format spells it: "BF16", "F8_E4M3", "Q4_K", ...
+        shape: its shape, with the contiguous axis last.
+        start: the position of its first byte in the file.
+        nbytes: its size in bytes.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int  # bytes from the beginning of the file
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class SafetensorsFile:
+    """A safetensors file whose header has been checked.
+
+    Attributes:
+        path: where the file is; it may be the target of a link.
+        name: the name of the file in its directory, for messages.
+        size: the size of the file in bytes.
+        entries: its tensors, in the order of their bytes.
+        metadata: the entry __metadata__ of the header; empty if there is none.
+    """
+
+    path: Path
+    name: str  # its name in the directory; ``path`` may be the target of a link
+    size: int
+    entries: tuple[TensorEntry, ...]
+    metadata: Mapping[str, str]
+
+    @property
+    def label(self) -> str:
+        """The file's name as error messages show it."""
+        return shown(self.name)
+
+
+def unusable(label: str, error: SafetensorError, path: Path | None = None) -> CheckpointError:
+    """Return the CheckpointError for a file that the safetensors library rejects with `error`."""
+    other = other_file(path) if path is not None else None
+    if other is not None:
+        return CheckpointError(f"{label}: not a usable safetensors file: {other}")
+    message = shown(str(error)).removeprefix("Error while deserializing header: ")
+    matching = (words for part, words in _PLAIN_WORDS.items() if part in message)
+    why = next(matching, "the safetensors library rejects it")
+    return CheckpointError(f"{label}: not a usable safetensors file: {why} ({message}); download or copy it again")
+
+
+def read_header(path: Path, name: str | None = None) -> SafetensorsFile:
+    """Return the checked header of the safetensors file at ``path``."""
+    name = name or path.name
+    label = shown(name)
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise CheckpointError(f"{label}: not a regular file; a safetensors file is needed")
+    with path.open("rb") as file:  # open first: the library reports an unreadable file as missing
+        try:
+            with safe_open(path, framework="numpy"):
+                pass
+        except SafetensorError as error:
+            raise unusable(label, error, path) from None
+        length = int.from_bytes(file.read(8), "little")
+        header = parse_object(file.read(length), label)
+        size = os.fstat(file.fileno()).st_size
+    metadata = header.pop("__metadata__", None) or {}
+    entries = []
+    for tensor, info in header.items():
+        begin, end = info["data_offsets"]
+        entries.append(TensorEntry(tensor, info["dtype"], tuple(info["shape"]), 8 + length + begin, end - begin))
+    entries.sort(key=lambda entry: (entry.start, entry.nbytes, entry.name))
+    return SafetensorsFile(path, name, size, tuple(entries), metadata)
+
+
+_Self = TypeVar("_Self", bound="_OpenFile")  # typing.Self needs Python 3.11
+
+
+class _OpenFile:
+    """An open file, which is closed at the end of a ``with`` statement."""
+
+    _stream: FileIO
+
+    def __enter__(self: _Self) -> _Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stream.close()
+
+
+class TensorReader(_OpenFile):
+    """Read byte ranges of the tensors of a safetensors or GGUF file. Use it in a ``with`` statement.
+
+    The constructor opens the file, and raises CheckpointError if the size of the file has changed since its header was
+    read.
+
+    file: the checked header.
+    """
+
+    def __init__(self, file: SafetensorsFile) -> None:
+        self._file = file
+        # O_NONBLOCK, because opening a pipe would otherwise wait for a process that writes to it.
+        descriptor = os.open(file.path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        self._stream = open(descriptor, "rb", buffering=0)
+        status = os.fstat(self._stream.fileno())
+        if status.st_size != file.size or not stat.S_ISREG(status.st_mode):
+            self._stream.close()
+            raise CheckpointError(
+                f"{file.label}: its size changed since its header was read; run again when no process writes to it"
+            )
+
+    def read_bytes(self, entry: TensorEntry, start: int = 0, count: int | None = None) -> npt.NDArray[np.uint8]:
+        """Return ``count`` bytes of a tensor as uint8, beginning at the tensor's byte ``start``."""
+        count = entry.nbytes - start if count is None else count
+        data = np.empty(count, np.uint8)
+        self.read_into(data, entry, start)
+        return data
+
+    def read_into(self, data: npt.NDArray[np.uint8], entry: TensorEntry, start: int) -> None:
+        """Fill ``data`` with bytes of a tensor, beginning at the tensor's byte ``start``."""
+        self._stream.seek(entry.start + start)
+        done = 0
+        while done < data.size:
+            got = self._stream.readinto(data.data[done:])
+            if not got:
+                raise CheckpointError(
+                    f"{self._file.label}: ended inside {shown(entry.name)}, so it was truncated while it was read; "
+                    f"run again"
+                )
+            done += got
+
+    def read(self, entry: TensorEntry) -> np.ndarray:
+        """Return a tensor as a new array of its shape."""
+        return self.read_bytes(entry).view(NUMPY_DTYPES[entry.dtype]).reshape(entry.shape)
+
+    def chunks(self, entry: TensorEntry) -> Iterator[npt.NDArray[np.uint8]]:
+        """Yield the bytes of a tensor in chunks of at most 16 MiB. An empty tensor yields nothing."""
+        for start in range(0, entry.nbytes, _CHUNK):
+            yield self.read_bytes(entry, start, min(_CHUNK, entry.nbytes - start))
+
+
+class TensorSpec(Protocol):
+    """Any object with the attributes ``name``, ``dtype`` and ``shape`` of a tensor to be written.
+
+    The dtype is spelled as the file format spells it: "BF16" in safetensors, or a name in GGML_TYPES in GGUF.
+    """
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+class NewTensor(NamedTuple):
+    """A tensor to be written: its name, its dtype as safetensors spells it, such as "BF16", and its shape."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+_CHUNK = 16 << 20  # bytes
+_RANK = {dtype: rank for rank, dtype in enumerate(DTYPE_BITS)}
+
+
+def file_order(specs: Iterable[TensorSpec]) -> list[TensorSpec]:
+    """Return a new list of ``specs`` in the order in which a safetensors file stores the tensors."""
+    return sorted(specs, key=lambda spec: (-_RANK[spec.dtype], spec.name))
+
+
+def header_bytes(specs: Sequence[TensorSpec], metadata: Mapping[str, str]) -> bytes:
+    """Return the bytes of a safetensors file before its first tensor: the length field and the padded header."""
+    header: dict[str, object] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
+    begin = 0
+    for spec in specs:
+        end = begin + nbytes_of(spec.dtype, spec.shape)
+        header[spec.name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": [begin, end]}
+        begin = end
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+class SafetensorsWriter(_OpenFile):
+    """Write a new safetensors file with the tensors of ``specs``. Use it in a ``with`` statement.
+
+    Call ``write`` to fill the tensors, and ``finish`` at the end, to check that every tensor is complete. The attribute
+    ``size`` is the size of the finished file in bytes.
+
+    path: the file to create. FileExistsError is raised if a file or link exists there.
+    specs: the name, dtype and shape of each tensor.
+    metadata: the entry __metadata__ of the header.
+    """
+
+    def __init__(self, path: Path, specs: Iterable[TensorSpec], metadata: Mapping[str, str]) -> None:
+        ordered = file_order(specs)
+        header = header_bytes(ordered, metadata)
+        self._label = shown(path.name)
+        self._next: dict[str, int] = {}
+        self._end: dict[str, int] = {}
+        position = len(header)
+        for spec in ordered:
+            self._next[spec.name] = position
+            position += nbytes_of(spec.dtype, spec.shape)
+            self._end[spec.name] = position
+        self.size = position
+        self._ordered, self._header_size = ordered, len(header)
+        self._stream = path.open("xb", buffering=0)
+        self._put(0, memoryview(header))
+
+    def _put(self, position: int, data: memoryview) -> None:
+        """Write all of ``data`` to the file, beginning at byte ``position``."""
+        self._stream.seek(position)
+        while data:
+            data = data[self._stream.write(data) :]
+
+    def replace_metadata(self, metadata: Mapping[str, str]) -> None:
+        """Overwrite the metadata in the header."""
+        header = header_bytes(self._ordered, metadata)
+        if len(header) != self._header_size:
+            raise ValueError(
+                f"{self._label}: the new header has {len(header)} bytes; needs {self._header_size} bytes, the length of"
+                f" the first one"
+            )
+        self._put(0, memoryview(header))
+
+    def write(self, name: str, data: npt.NDArray[np.generic]) -> None:
+        """Write the bytes of ``data`` to the tensor ``name``, after the bytes that were already written to it."""
+        raw = np.ascontiguousarray(data).reshape(-1).view(np.uint8)
+        position = self._next[name]
+        if position + raw.size > self._end[name]:
+            raise CheckpointError(
+                f"{self._label}: {shown(name)}: {raw.size} bytes were written; at most "
+                f"{self._end[name] - position} bytes are left of its planned size"
+            )
+        self._put(position, raw.data)
+        self._next[name] = position + raw.size
+
+    def finish(self) -> None:
+        """Flush the file to disk. Raise CheckpointError before that if a tensor is incomplete."""
+        short = [name for name, position in self._next.items() if position != self._end[name]]
+        if short:
+            missing = self._end[short[0]] - self._next[short[0]]
+            raise CheckpointError(f"{self._label}: {shown(short[0])} lacks {missing} of its planned bytes")
+        os.fsync(self._stream.fileno())

@@ -24,15 +24,18 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from fp4kit.storage.files import CheckpointError, listed, other_file, shown
-from fp4kit.storage.safetensors_file import (
+from fp4kit.storage.files import (
     GGML_TYPES,
     NUMBER_OF,
     REMOVED,
+    CheckpointError,
     SafetensorsFile,
     TensorEntry,
     TensorSpec,
+    listed,
     nbytes_of,
+    other_file,
+    shown,
 )
 
 MAGIC = b"GGUF"

@@ -44,15 +44,19 @@ from fp4kit.formats import FLOATS
 from fp4kit.quantized.container import PARTS, Quantized
 from fp4kit.recipes import Recipe
 from fp4kit.recipes.table import as_data, from_data
-from fp4kit.storage.files import CheckpointError, listed, parse_object, shown, whole_file
-from fp4kit.storage.safetensors_file import (
+from fp4kit.storage.files import (
     NUMPY_DTYPES,
+    CheckpointError,
     NewTensor,
     SafetensorsFile,
     SafetensorsWriter,
     TensorEntry,
     TensorReader,
+    listed,
+    parse_object,
     read_header,
+    shown,
+    whole_file,
 )
 
 ENTRY, SUMS = "fp4kit_quantized", "fp4kit_crc32"

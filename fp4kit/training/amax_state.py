@@ -39,10 +39,8 @@ from fp4kit import arguments
 from fp4kit.arguments import as_index, as_indices, as_mapping, as_word
 from fp4kit.arithmetic import ieee
 from fp4kit.arrays import imports
-from fp4kit.arrays.imports import import_arrays
 from fp4kit.call.parse import check_float
-from fp4kit.storage.files import parse_object, whole_file, write_file
-from fp4kit.storage.safetensors_file import FLOAT_DTYPES, NUMPY_DTYPES, unusable
+from fp4kit.storage.files import FLOAT_DTYPES, NUMPY_DTYPES, parse_object, unusable, whole_file, write_file
 from fp4kit.training.communicators import Communicator, all_gather_bytes
 from fp4kit.training.settings import are_words
 
@@ -111,7 +109,7 @@ class AmaxName:
 @ieee("amax")
 def import_amax(op: str, name: AmaxName, amax: Any) -> Any:
     """Return a float32 copy of ``amax`` on its device, as a NumPy or CuPy array of its shape."""
-    (value,) = import_arrays(f"{op}: {name.key()}", amax=amax)
+    (value,) = imports.import_arrays(f"{op}: {name.key()}", amax=amax)
     check_float(f"{op}: {name.key()}", value, "amax")
     xp = imports.cupy() if imports.on_device(value) else np
     if value.dtype == ml_dtypes.bfloat16:

@@ -46,8 +46,7 @@ from fp4kit.checkpoint.model.model_files import MANIFEST, differences, open_sour
 from fp4kit.checkpoint.plan.make_plan import make_plan
 from fp4kit.checkpoint.selection.selection import Wishes
 from fp4kit.contract.schema import FILE as CONTRACT
-from fp4kit.storage.files import CheckpointError
-from fp4kit.storage.safetensors_file import read_header
+from fp4kit.storage.files import CheckpointError, read_header
 
 PACKAGE = Path(fp4kit.__file__).parent
 FORBIDDEN = {"subprocess", "pickle", "marshal", "shelve", "torch", "transformers", "runpy", "importlib", "ctypes"}

@@ -12,7 +12,7 @@ from numpy.lib.stride_tricks import as_strided
 
 import fp4kit
 from fp4kit.arrays.imports import overlaps_itself
-from fp4kit.call.outputs import shares_memory
+from fp4kit.call.inputs import shares_memory
 from fp4kit.evidence.testing import assert_same_bits
 
 SHAPE, SIZE = (64, 256), 64 * 256 * 4

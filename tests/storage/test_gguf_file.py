@@ -27,8 +27,8 @@ from fp4kit.checkpoint.verify.compare import compare_checkpoints
 from fp4kit.checkpoint.verify.verify import verify
 from fp4kit.cli import main
 from fp4kit.layouts import pack_gguf
+from fp4kit.storage.files import GGML_TYPES
 from fp4kit.storage.gguf_file import is_gguf, read_gguf
-from fp4kit.storage.safetensors_file import GGML_TYPES
 
 NUMBERS = {"mxfp4": 39, "nvfp4": 40}
 

@@ -23,8 +23,8 @@ from fp4kit.formats import E2M1, E3M0, ElementFormat
 from fp4kit.layouts import SCALE_LAYOUTS
 from fp4kit.recipes import RECIPES, Recipe
 from fp4kit.recipes.table import as_data, from_data
+from fp4kit.storage.files import nbytes_of, read_header
 from fp4kit.storage.quantized_file import _CHUNK, ENTRY, SUMS
-from fp4kit.storage.safetensors_file import nbytes_of, read_header
 
 F32 = np.float32
 E2M1_BIAS3 = ElementFormat("E2M1_BIAS3", 2, 1, 3)

@@ -16,7 +16,7 @@ import numpy as np
 from fp4kit.formats import E2M1, E4M3, E5M2, E8M0, INT8, NVFP4, ElementFormat
 from fp4kit.layouts import GGUF_BLOCKS
 from fp4kit.recipes import Recipe
-from fp4kit.storage.safetensors_file import DTYPE_BITS, nbytes_of
+from fp4kit.storage.files import DTYPE_BITS, nbytes_of
 
 CODES, SCALES, TENSOR_SCALE, INPUT_SCALE, VALUES = "codes", "scales", "tensor_scale", "input_scale", "values"
 COLUMN_SCALE, TAG = "column_scale", "tag"

@@ -51,9 +51,8 @@ from fp4kit.contract.schema import FILE
 from fp4kit.cpu.library import is_compiled, num_threads
 from fp4kit.lazy import lazy_property
 from fp4kit.recipes import Recipe
-from fp4kit.storage.files import CheckpointError, dump_object, listed, shown, write_file
+from fp4kit.storage.files import CheckpointError, dump_object, listed, read_header, shown, write_file
 from fp4kit.storage.gguf_file import GgufFile, read_gguf
-from fp4kit.storage.safetensors_file import read_header
 
 _BASE_BYTES = 128 << 20  # memory of a Python process that has imported its libraries and holds no data
 _SLABS_IN_MEMORY = 12  # size of a slab (rows converted at a time) with all its converted forms, in multiples of a slab

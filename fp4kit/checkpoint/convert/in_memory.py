@@ -15,8 +15,7 @@ import numpy as np
 
 from fp4kit.arguments import as_mapping
 from fp4kit.arithmetic import ieee
-from fp4kit.arrays import imports
-from fp4kit.arrays.imports import to_device
+from fp4kit.arrays.imports import cupy, to_device
 from fp4kit.arrays.returns import dtype_named, library_of
 from fp4kit.checkpoint.containers.engines import comfy, mlx
 from fp4kit.checkpoint.containers.table import CODES, INPUT_SCALE, SCALES, TENSOR_SCALE, Container
@@ -52,8 +51,7 @@ from fp4kit.ops.amax import amax as amax_of
 from fp4kit.ops.quantize import quantize
 from fp4kit.quantized.slicing import of_zeros
 from fp4kit.recipes import Recipe, recipe
-from fp4kit.storage.files import CheckpointError, listed, shown
-from fp4kit.storage.safetensors_file import TensorEntry
+from fp4kit.storage.files import CheckpointError, TensorEntry, listed, shown
 
 
 @dataclass(frozen=True)
@@ -686,7 +684,7 @@ def _is_same(a: Any, b: Any) -> bool:
         return bool((x == y).all())
     if library is not None:
         return np.asarray(a).tobytes() == np.asarray(b).tobytes()
-    if (np if isinstance(a, np.ndarray) else imports.cupy()).may_share_memory(a, b):
+    if (np if isinstance(a, np.ndarray) else cupy()).may_share_memory(a, b):
         return False
     x, y = (one.reshape(-1).view(np.uint8) for one in (a, b))
     return bool((x == y).all())

@@ -63,8 +63,7 @@ from fp4kit.recipes import Recipe
 from fp4kit.reference.codec import encode
 from fp4kit.reference.dequantize import changed_values, differing, in_blocks, under_powers_of_two
 from fp4kit.reference.tensor_rules import full_range, tensor_scale
-from fp4kit.storage.files import CheckpointError, shown
-from fp4kit.storage.safetensors_file import NUMPY_DTYPES
+from fp4kit.storage.files import NUMPY_DTYPES, CheckpointError, shown
 from fp4kit.types import Objective
 
 # A recipe with the scale_max 256. Its candidate scale for the E4M3 value c is tensor_amax * c / 256 / 6. With the

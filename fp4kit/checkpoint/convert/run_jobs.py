@@ -70,9 +70,8 @@ from fp4kit.checkpoint.model.slabs import (
 from fp4kit.checkpoint.model.statistics import amax_and_nonfinite, amax_and_nonfinite_on, reach_and_lost_blocks
 from fp4kit.checkpoint.model.weights import Located
 from fp4kit.checkpoint.plan.request import Request
-from fp4kit.storage.files import MAX_BYTES, CheckpointError, shown
+from fp4kit.storage.files import MAX_BYTES, NUMPY_DTYPES, CheckpointError, SafetensorsFile, shown
 from fp4kit.storage.gguf_file import GgufFile
-from fp4kit.storage.safetensors_file import NUMPY_DTYPES, SafetensorsFile
 
 PIECE = 2 << 20  # a tensor is copied in pieces of this many bytes
 TURNED = 32 << 20  # a matrix that is written transposed is decoded in pieces of about this many bytes

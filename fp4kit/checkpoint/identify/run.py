@@ -2,31 +2,414 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from copy import deepcopy
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from functools import cache
+from math import lcm, prod
 from pathlib import Path
+from typing import Any
+from zlib import crc32
 
 import numpy as np
 import numpy.typing as npt
 
-from fp4kit.checkpoint.containers.table import SCALES
+from fp4kit.checkpoint.containers.table import CODES, COLUMN_SCALE, LOW_RANK_A, SCALES, TENSOR_SCALE, Container
 from fp4kit.checkpoint.executors import Options, executor_of, pending_limit, run_all
-from fp4kit.checkpoint.identify import layer_pairs, verdicts
-from fp4kit.checkpoint.identify.layer_pairs import LayerSpec
-from fp4kit.checkpoint.identify.verdicts import CheckpointVerdict, LayerSeries, LayerVerdict
+from fp4kit.checkpoint.identify import verdicts
+from fp4kit.checkpoint.identify.corruptions import StoredLayer
+from fp4kit.checkpoint.identify.diagnose import Fp8Layer
+from fp4kit.checkpoint.identify.hypotheses import recipes_of
+from fp4kit.checkpoint.identify.verdicts import CheckpointVerdict, LayerPair, LayerSeries, LayerVerdict
 from fp4kit.checkpoint.model.closed_world import check_model
 from fp4kit.checkpoint.model.doubts import doubt_of, is_empty
-from fp4kit.checkpoint.model.inspect import Checkpoint, quantization_summary
-from fp4kit.checkpoint.model.model_files import open_source
-from fp4kit.checkpoint.model.slabs import Readers, scales_of, slabs, values_of
-from fp4kit.checkpoint.model.statistics import doubts_of, reference_of, sampled_magnitudes
-from fp4kit.checkpoint.model.transforms import TurnedOrigin, undo
-from fp4kit.checkpoint.model.weights import Weight, weights_of
+from fp4kit.checkpoint.model.inspect import Checkpoint, quantization_summary, recorded
+from fp4kit.checkpoint.model.model_files import Source, open_source
+from fp4kit.checkpoint.model.slabs import Readers, scales_of, slabs, tensor_scale_of, values_of
+from fp4kit.checkpoint.model.statistics import amax_and_nonfinite, doubts_of, reference_of, sampled_magnitudes
+from fp4kit.checkpoint.model.transforms import Counterparts, Origin, TurnedOrigin, undo
+from fp4kit.checkpoint.model.weights import Located, Weight, WeightRotation, weights_of
+from fp4kit.checkpoint.selection.names import join_module, shared_amax_groups, split_module
 from fp4kit.layouts import unpacked
+from fp4kit.recipes import RECIPES, Recipe
 from fp4kit.storage.files import CheckpointError
+
+_HALVES = {"gate_proj": "up_proj", "up_proj": "gate_proj", "w1": "w3", "w3": "w1"}
+_SECOND = ("up_proj", "w3")
+_HEADS = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads"}
+_AT_ONCE = 8 << 20  # a source of at most this many bytes is read at once, also if only some rows are needed
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """One quantized layer of a checkpoint, and the rows of the source from which it was made.
+
+    name: the layer's name, for the verdict.
+    weight, expert: the quantized weight, and the number of the matrix in a stack of experts (0 for a single layer).
+    origin: the rows of the source.
+    partner: the source rows of the other half, if the layer is half of a gated pair; otherwise None.
+    groups: the source rows of all layers that may share the tensor scale, one tuple per group.
+    second: True if the layer is the second half of a gated pair.
+    heads: possible numbers of heads if the layer is q or k; otherwise empty.
+    facts: what the file declares about the tool that made the layer: keyword arguments of LayerPair.
+    all_rows: True to read all rows, False to read a sample if the layer has many.
+    """
+
+    name: str
+    weight: Weight
+    expert: int
+    origin: Origin
+    partner: Origin | None
+    groups: tuple[tuple[Origin, ...], ...]
+    second: bool
+    heads: tuple[int, ...]
+    facts: Mapping[str, Any]
+    all_rows: bool
+
+    @property
+    def role(self) -> tuple[str, ...]:
+        """The properties that similar layers share: the container, and the last part of the name."""
+        return self.weight.dtype, split_module(self.weight.name)[1]
+
+    @property
+    def rows(self) -> int:
+        """The number of rows of the layer."""
+        return self.weight.shape[-2]
+
+    @property
+    def spans(self) -> RowRanges | None:
+        """The rows to read; None to read all rows."""
+        is_plain = self.origin.shape == self.weight.shape[-2:] and not isinstance(self.origin, TurnedOrigin)
+        return sample_spans(self.weight) if is_plain and not self.all_rows else None
+
+    @property
+    def rows_read(self) -> int:
+        """The number of rows of the layer that are compared with the source."""
+        return self.rows if (spans := self.spans) is None else len(rows_in(spans))
+
+    @property
+    def needs_amax(self) -> bool:
+        """True if the tensor scale depends on the amax of the source, so that all rows of the source are read."""
+        return TENSOR_SCALE in self.weight.parts
+
+    @property
+    def nbytes(self) -> int:
+        """The number of bytes of the layer and of its source that are read, if some rows explain it."""
+        stored, share = self.weight.nbytes // self.weight.experts, self.rows_read / max(self.rows, 1)
+        members = [rows.weight for rows in self.origin.weight.members] or [self.origin.weight]
+        source = sum(one.nbytes // (one.experts * one.shape[-2]) for one in members) * self.origin.shape[0]
+        return int(stored * share + source // len(members) * (1 if self.needs_amax else share))
+
+
+def layer_specs(
+    stored: Source,
+    weights: Collection[Weight],
+    chosen: Iterable[Weight],
+    source: Source,
+    rotations: Mapping[str, WeightRotation],
+    all_rows: bool,
+) -> tuple[list[LayerSpec], list[str]]:
+    """Return the specs of the layers of the chosen weights, and the names of those without a counterpart in the source.
+
+    stored, weights: the checkpoint, and its quantized weights.
+    rotations: layer name -> rotation, for the rotated layers of the checkpoint. They are compared with rotated rows of
+        the source.
+    """
+    made_by, scaling = recorded(stored), scaling_of(stored, weights)
+    counterparts, group_of = Counterparts(source), shared_amax_groups(weight.name for weight in weights)
+
+    def origin_of(weight: Weight, expert: int, name: str | None = None) -> Origin | None:
+        found = counterparts.of(weight, expert, name)
+        return None if found is None else found.rotated(rotations.get(weight.name))
+
+    found: dict[tuple[str, int], list[Origin]] = defaultdict(list)
+    for weight in weights:
+        for expert in range(weight.experts) if weight.name in group_of else ():
+            if (origin := origin_of(weight, expert)) is not None:
+                found[group_of[weight.name], expert].append(origin)
+    members = {key: tuple(origins) for key, origins in found.items()}
+    specs, unpaired = [], []
+    for weight in chosen:
+        parent, leaf = split_module(weight.name)
+        half = join_module(parent, _HALVES[leaf]) if leaf in _HALVES else None
+        facts = {
+            "producer": _producer(weight, stored.config) if made_by is None else made_by.producer,
+            "recorded": "" if made_by is None else made_by.id,
+            "scaling": scaling,
+        }
+        origins = [origin_of(weight, expert) for expert in range(weight.experts)]
+        scale, every = weight.parts.get(TENSOR_SCALE), tuple(one for one in origins if one is not None)
+        stack = (every,) if weight.experts > 1 and scale is not None and prod(scale.entry.shape) == 1 else ()
+        for expert, origin in enumerate(origins):
+            # The name is such as "mlp.up_proj", or "mlp.experts.up_proj[3]" for expert 3 of a stack.
+            name = weight.name if weight.experts == 1 else f"{weight.name}[{expert}]"
+            if origin is None:
+                unpaired.append(name)
+                continue
+            partner = None if half is None else origin_of(weight, expert, half)
+            groups = stack if weight.name not in group_of else (members[group_of[weight.name], expert], *stack)
+            heads = _heads(leaf, stored.config)
+            place = name, weight, expert, origin, partner, groups
+            specs.append(LayerSpec(*place, leaf in _SECOND, heads, facts, all_rows))
+    return specs, unpaired
+
+
+def _producer(weight: Weight, config: Mapping[str, Any]) -> str:
+    """Return the name of the producer that made a layer, according to the checkpoint's config and the container."""
+    declared = config.get("quantization_config")
+    provider = declared.get("provider") if isinstance(declared, dict) else None
+    return "auto-round" if provider == "auto-round" else weight.form.producer
+
+
+def _heads(leaf: str, config: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return the possible numbers of heads of a layer according to the config, in ascending order."""
+    if leaf not in _HEADS:
+        return ()
+    text = config.get("text_config")
+    counts = {section.get(_HEADS[leaf], "") for section in (config, text if isinstance(text, dict) else {})}
+    return tuple(sorted(count for count in counts if isinstance(count, int) and count > 0))
+
+
+class PairReader:
+    """Read the layers that specs describe, with their sources. Amaxes of sources are computed once.
+
+    readers: where to read from.
+    """
+
+    def __init__(self, readers: Readers) -> None:
+        self._readers = readers
+        self._amaxes: dict[tuple[str, int, tuple[int, int]], tuple[np.float32, int]] = {}
+
+    def some(self, spec: LayerSpec) -> LayerPair:
+        """Read the rows of a layer that are compared first, and the same rows of its source."""
+        spans = spec.spans
+        regular = spec.origin.shape == spec.weight.shape[-2:] and LOW_RANK_A not in spec.weight.parts
+        if not regular:
+            return self.whole(spec)
+        x = self._values(spec, spans)
+        own, nonfinite = self._amax(spec.origin) if spec.needs_amax else amax_and_nonfinite(x)
+        parts = some_rows(spec.weight, spec.expert, self._readers, spans)
+        is_blank = not x.any()
+        if nonfinite or (is_blank and spans is not None):
+            return self.whole(spec)
+        amaxes = self._group_amaxes(spec)
+        if isinstance(parts, Fp8Layer):
+            parts = replace(parts, own=own if parts.scaling == "tensor" else None)
+        elif spec.needs_amax:
+            parts = replace(parts, own=own)
+        if spec.partner is not None and spec.needs_amax and not isinstance(parts, Fp8Layer):
+            pair = self._amax(spec.partner)[0]
+            amaxes += (float(pair), float(max(own, pair)))
+        return LayerPair(spec.name, parts, x, amaxes=amaxes, **spec.facts)
+
+    def whole(self, spec: LayerSpec) -> LayerPair:
+        """Read a layer and its source, and return them with further facts, such as possible amaxes, as a LayerPair."""
+        parts = stored_layer(spec.weight, spec.expert, self._readers)
+        if LOW_RANK_A in spec.weight.parts:
+            return LayerPair(spec.name, parts, self._rest(spec), is_rest=True, **spec.facts)
+        other = None if spec.partner is None else spec.partner.values(self._readers)
+        x, amaxes = spec.origin.values(self._readers), self._group_amaxes(spec)
+        return LayerPair(spec.name, parts, x, other, spec.second, spec.heads, amaxes, **spec.facts)
+
+    def _values(self, spec: LayerSpec, spans: RowRanges | None) -> np.ndarray:
+        """Read some rows of the source of a layer; all rows if ``spans`` is None. Record their amax if all are read."""
+        origin = spec.origin
+        itemsize = 4 if origin.weight.container is not None else 2
+        if spans is not None and prod(origin.shape) * itemsize > _AT_ONCE:
+            return np.concatenate(
+                [values_of(origin.weight, origin.slab(self._readers, slice(*span))) for span in spans]
+            )
+        x = origin.values(self._readers)
+        if spec.needs_amax:
+            self._amaxes[_key(origin)] = amax_and_nonfinite(x)
+        return x if spans is None else np.ascontiguousarray(x[rows_in(spans)])
+
+    def _amax(self, origin: Origin) -> tuple[np.float32, int]:
+        """Return (amax of the finite values, number of NaN and infinities) for rows of the source."""
+        key = _key(origin)
+        if key not in self._amaxes:
+            found = slabs(self._readers, origin.weight, origin.expert, origin.span)
+            parts = [amax_and_nonfinite(values_of(origin.weight, slab)) for slab in found]
+            self._amaxes[key] = max(part[0] for part in parts), sum(part[1] for part in parts)
+        return self._amaxes[key]
+
+    def _group_amaxes(self, spec: LayerSpec) -> tuple[float, ...]:
+        """Return the amaxes of the groups of layers that may share a tensor scale with the layer."""
+        if not spec.needs_amax:
+            return ()
+        return tuple(max(float(self._amax(origin)[0]) for origin in group) for group in spec.groups)
+
+    def _rest(self, spec: LayerSpec) -> np.ndarray:
+        """Return the values that the codes of an SVDQuant layer store, approximately."""
+        # The tool rounded them to the dtype of the model several times, so that the result may differ in the last bits.
+        x = spec.origin.values(self._readers)
+        slab = next(slabs(self._readers, spec.weight, max_bytes=1 << 40))
+        assert slab.low_rank is not None and slab.column_scale is not None
+        with np.errstate(all="ignore"):
+            return (x.astype(np.float64) / slab.column_scale - slab.low_rank[0] @ slab.low_rank[1]).astype(x.dtype)
+
+
+def _key(origin: Origin) -> tuple[str, int, tuple[int, int]]:
+    """Return what identifies rows of the source among those that are read in one run."""
+    rotation = "" if origin.weight.rotation is None else str(origin.weight.rotation)
+    return origin.weight.tensor + rotation, origin.expert, origin.span
+
+
+def scaling_of(stored: Source, weights: Iterable[Weight]) -> str:
+    """Return "AWQ" or "SmoothQuant" if a checkpoint declares that this method scaled the columns of its weights."""
+    named = modifiers_of(stored.root / RECIPE_FILE)
+    found = {method for method in ("AWQ", "SmoothQuant") if f"{method}Modifier" in named}
+    if any(COLUMN_SCALE in weight.parts for weight in weights):
+        found.add("AWQ")
+    return found.pop() if len(found) == 1 else ""
+
+
+RECIPE_FILE = "recipe.yaml"  # llm-compressor writes it
+_MOST_BYTES = 1 << 20  # the largest number of bytes of a recipe file that are read
+
+
+def modifiers_of(path: Path) -> list[str]:
+    """Return the modifier names, such as "GPTQModifier", from an llm-compressor recipe file, in the order of the
+    file.
+    """
+    # A regular expression finds the names in the first MiB, so that no YAML parser is needed.
+    if not path.is_file():
+        return []
+    with path.open("rb") as file:
+        text = file.read(_MOST_BYTES).decode(errors="replace")
+    return list(dict.fromkeys(re.findall(r"^\s+(\w+Modifier):", text, re.MULTILINE)))
+
+
+RowRanges = tuple[tuple[int, int], ...]  # ranges of rows, in ascending order
+SAMPLED_ROWS = 256  # number of rows that are read of a layer; layers with at most as many rows are read whole
+_LAYER_AT_ONCE = (
+    4 << 20
+)  # a layer of at most this many bytes is read at once; of a larger one, the sampled rows are read
+
+
+def sample_spans(weight: Weight) -> RowRanges | None:
+    """Return the rows of a matrix of a weight to compare with its source; None if only all rows will do."""
+    form, rows = weight.form, weight.shape[-2]
+    if rows <= SAMPLED_ROWS or LOW_RANK_A in weight.parts or not _is_regular(weight):
+        return None
+    is_fp8 = form.scale is None or form.block[0] > 1
+    height = lcm(16, form.block[0]) if is_fp8 else lcm(*(r.block_rows for r in recipes_of(_any_recipe(form))), 4)
+    count = max(SAMPLED_ROWS // height, 4)
+    starts = np.linspace(0, rows, count + 1).astype(np.int64)[:-1] // height * height
+    ends = np.append(starts[1:], rows)
+    room = np.maximum((ends - starts) // height, 1)
+    drawn = np.random.default_rng(crc32(weight.name.encode())).integers(0, room)
+    drawn[0], drawn[-1] = 0, max(-(-(rows - starts[-1]) // height) - 1, 0)
+    first = np.unique(starts + drawn * height)
+    return tuple((int(start), int(min(start + height, rows))) for start in first)
+
+
+def _is_regular(weight: Weight) -> bool:
+    """Return whether the parts of a quantized weight have the shapes that its container needs."""
+    form = weight.form
+    if form.scale is None or form.block[0] > 1:
+        return True
+    shaped = form.in_blocks or weight.parts[SCALES].entry.shape in form.shapes_of_scales(weight.shape)
+    return shaped and form.has_tensor_scale == (TENSOR_SCALE in weight.parts)
+
+
+def rows_in(spans: RowRanges) -> np.ndarray:
+    """Return the numbers of the rows in ``spans``."""
+    return np.concatenate([np.arange(*span) for span in spans])
+
+
+def some_rows(weight: Weight, expert: int, readers: Readers, spans: RowRanges | None) -> StoredLayer | Fp8Layer:
+    """Read rows of one layer, in which faults in the order of rows are not tried."""
+    if spans is None or weight.nbytes // weight.experts <= _LAYER_AT_ONCE:
+        layer = stored_layer(weight, expert, readers)
+        layer = layer if spans is None else _selected(layer, rows_in(spans))
+    else:
+        parts = [stored_layer(weight, expert, readers, span) for span in spans]
+        layer = replace(parts[0], codes=np.concatenate([part.codes for part in parts]))
+        if isinstance(layer, StoredLayer):
+            layer = replace(layer, block_scale=np.concatenate([part.block_scale for part in parts]))  # type: ignore[union-attr]
+        elif layer.scaling != "tensor":
+            layer = replace(layer, scales=np.concatenate([part.scales for part in parts]))  # type: ignore[union-attr]
+    return replace(layer, some_rows=True) if isinstance(layer, StoredLayer) else layer
+
+
+def _selected(layer: StoredLayer | Fp8Layer, rows: np.ndarray) -> StoredLayer | Fp8Layer:
+    """Return some rows of a layer. For scales of square blocks, ``rows`` must be whole blocks of rows."""
+    codes = np.ascontiguousarray(layer.codes[rows])
+    if isinstance(layer, StoredLayer):
+        scales = layer.block_scale.reshape(len(layer.codes), -1)[rows]
+        return replace(layer, codes=codes, block_scale=np.ascontiguousarray(scales))
+    if layer.scaling == "tensor":
+        return replace(layer, codes=codes)
+    return replace(
+        layer, codes=codes, scales=layer.scales[rows if layer.scaling == "row" else np.unique(rows // layer.side)]
+    )
+
+
+def stored_layer(
+    weight: Weight, expert: int, readers: Readers, span: tuple[int, int] | None = None
+) -> StoredLayer | Fp8Layer:
+    """Read one layer of a quantized weight, and return its parts with linear block scales and the low nibble first."""
+    form = weight.form
+    if form.scale is None or form.block[0] > 1:
+        return _fp8_layer(weight, expert, readers, span)
+    if _is_regular(weight):
+        slab = next(slabs(readers, weight, expert, span, max_bytes=1 << 40))
+        tensor_scale = slab.tensor_scale
+        codes, scales = (np.ascontiguousarray(part).view(np.uint8) for part in (slab.codes, slab.scales))
+    else:
+        tensor_scale = tensor_scale_of(readers, weight, expert) if TENSOR_SCALE in weight.parts else None
+        stored = (weight.parts[part] for part in (CODES, SCALES))
+        codes, scales = (_share(readers, part, weight, expert).view(np.uint8) for part in stored)
+        if weight.transposed:
+            codes, scales = np.ascontiguousarray(codes.T), np.ascontiguousarray(scales.T)
+    rows = weight.shape[-2] if span is None else span[1] - span[0]
+    return StoredLayer(codes.reshape(rows, -1), scales, tensor_scale, _any_recipe(form))
+
+
+def _fp8_layer(weight: Weight, expert: int, readers: Readers, span: tuple[int, int] | None) -> Fp8Layer:
+    """Read one layer of FP8 codes with one scale per tensor, per row or per square block."""
+    form = weight.form
+    slab = next(slabs(readers, weight, expert, span, max_bytes=1 << 40))
+    codes = np.asarray(slab.codes).view(np.uint8).reshape(-1, weight.shape[-1])
+    if form.is_cast:
+        return Fp8Layer(codes, np.ones((1, 1), np.float32), "tensor", element=form.element, is_cast=True)
+    if TENSOR_SCALE in weight.parts:
+        tensor_scale = np.asarray(slab.tensor_scale, np.float32).reshape(1, 1)
+        return Fp8Layer(codes, tensor_scale, "tensor", element=form.element)
+    scales = np.asarray(scales_of(form, np.asarray(slab.scales)), np.float32)
+    if form.block[0] > 1:
+        return Fp8Layer(codes, scales, "block", form.block[0])
+    return Fp8Layer(codes, scales, "row", element=form.element)
+
+
+def _share(readers: Readers, part: Located, weight: Weight, expert: int) -> np.ndarray:
+    """Read the elements of a tensor that belong to one expert, for a stack of experts whose shapes are damaged."""
+    experts, shape = weight.experts, part.entry.shape
+    if len(weight.shape) == 3 and len(shape) > 1 and shape[0] == experts:
+        return readers.matrix(part, expert)
+    whole = readers.array(part)
+    return whole if len(weight.shape) == 2 or whole.size % experts else whole.reshape(experts, -1)[expert]
+
+
+@cache
+def _any_recipe(form: Container) -> Recipe:
+    """Return a recipe that stands for the format of a container: its element format, scale format and block size."""
+    for recipe in RECIPES.values():
+        if form.stores(recipe):
+            return recipe
+    for recipe in RECIPES.values():
+        if (recipe.element, recipe.scale) == (form.element, form.scale):
+            with suppress(ValueError):  # the recipe does not allow such blocks
+                variant = replace(recipe, block=form.block)
+                if form.stores(variant):
+                    return variant
+    raise AssertionError(f"no recipe has the format of {form}")
+
 
 _BATCH_BYTES, _BATCH_LAYERS = 64 << 20, 256  # a batch of layers has about so many bytes to read, or so many layers
 # One layer of each of so many roles is explained before all others, because what explains it is tried first on them.
@@ -101,7 +484,7 @@ class PreparedIdentification:
                 " lists its tensors"
             )
         chosen = _chosen(weights, tuple(layers))
-        self._specs, self._unpaired = layer_pairs.layer_specs(stored, weights, chosen, origin, rotations, all_rows)
+        self._specs, self._unpaired = layer_specs(stored, weights, chosen, origin, rotations, all_rows)
         if not self._specs:
             way = "give the model that it was made from"
             in_gguf = any(weight.container and weight.container.in_blocks for weight in weights)
@@ -179,7 +562,7 @@ def _explained_batch(batch: list[tuple[int, LayerSpec]], series: LayerSeries) ->
 def _explained(batch: list[tuple[int, LayerSpec]], series: LayerSeries) -> Iterator[tuple[int, LayerVerdict]]:
     """Read and explain some layers, and yield (number, verdict) for each. ``series`` learns from them."""
     with Readers() as readers:
-        read = layer_pairs.PairReader(readers)
+        read = PairReader(readers)
         for number, spec in batch:
             some = read.some(spec)
             found = series.explain(some, lambda spec=spec: read.whole(spec), spec.spans is None)  # type: ignore[misc]
@@ -226,7 +609,7 @@ def _stored_signs(spec: LayerSpec, readers: Readers) -> npt.NDArray[np.float32] 
     """Return the signs of the first codes of a layer: -1, 0 or 1; None for shapes that cannot be compared."""
     if spec.origin.shape != spec.weight.shape[-2:]:
         return None
-    layer = layer_pairs.stored_layer(spec.weight, spec.expert, readers)
+    layer = stored_layer(spec.weight, spec.expert, readers)
     codes, element = np.ascontiguousarray(layer.codes[:_ROWS]), layer.element
     codes = unpacked(codes, element.packing)[:, :_COLUMNS]
     signs = np.where(element.values[codes] == 0, 0, np.where(codes & element.sign_bit, -1, 1))
@@ -257,8 +640,8 @@ def facts_of(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
         yield "container", f"{dtype} in {count} of {len(layers)} quantized layers"
     for key, value in quantization_summary(checkpoint):
         yield ("recorded by fp4kit" if key == _OWN else f"config {key}"), value
-    if names := layer_pairs.modifiers_of(checkpoint.root / layer_pairs.RECIPE_FILE):
-        yield layer_pairs.RECIPE_FILE, ", ".join(names)
+    if names := modifiers_of(checkpoint.root / RECIPE_FILE):
+        yield RECIPE_FILE, ", ".join(names)
     entries = {(key, value) for file in checkpoint.files for key, value in file.metadata.items()}
     for key, text in sorted((key, str(value)) for key, value in entries):
         if len(text) <= _LONGEST and not key.startswith("tokenizer."):

@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
-from fp4kit.checkpoint.containers import table
 from fp4kit.checkpoint.containers.configs import LOADED, config_findings, has_static_inputs, quantization_config
 from fp4kit.checkpoint.containers.engines import SERVING, Issue, finding
-from fp4kit.checkpoint.containers.table import CODES, INPUT_SCALE, SCALES, TENSOR_SCALE, Config, Container
+from fp4kit.checkpoint.containers.table import CODES, DEEPSEEK_V4, INPUT_SCALE, SCALES, TENSOR_SCALE, Config, Container
 from fp4kit.checkpoint.containers.table import container as container_called
 from fp4kit.checkpoint.loaders.exclusions import READERS, container_of
 from fp4kit.checkpoint.loaders.support import SPLIT_EXPERTS, engines_for, family_of, known_traps, split_experts
@@ -95,7 +94,7 @@ def _form_of(container: str, parts: LayerTensors, config: Config) -> Container |
         side = tiles[0] if isinstance(tiles, list) and tiles in ([64, 64], [32, 32]) else 128  # V4.1 has 32
         return container_called(f"fp8 {side}x{side} ue8m0")
     if container == "deepseek-v4 nvfp4" and dtype == "I8":  # MXFP4 experts of multi-token prediction
-        return table.DEEPSEEK_V4
+        return DEEPSEEK_V4
     return form
 
 

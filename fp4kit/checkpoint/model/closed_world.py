@@ -28,9 +28,17 @@ from fp4kit.checkpoint.model.model_files import Source
 from fp4kit.checkpoint.model.slabs import Readers
 from fp4kit.checkpoint.model.weights import COMFY_METADATA, Tensors, Weight, looks_quantized
 from fp4kit.checkpoint.selection.names import adapter_trouble
-from fp4kit.storage.files import CheckpointError, listed, parse_object, shown
+from fp4kit.storage.files import (
+    BLOCKED,
+    FLOAT_DTYPES,
+    CheckpointError,
+    SafetensorsFile,
+    TensorEntry,
+    listed,
+    parse_object,
+    shown,
+)
 from fp4kit.storage.gguf_file import GgufFile
-from fp4kit.storage.safetensors_file import BLOCKED, FLOAT_DTYPES, SafetensorsFile, TensorEntry
 
 
 def items_of(model: Source, weights: Mapping[str, Weight], ignore: Collection[str] = ()) -> tuple[Item, ...]:

@@ -21,8 +21,7 @@ from fp4kit.checkpoint.model.weights import Tensors, Weight, located
 from fp4kit.contract.schema import EXPERT_LEAVES
 from fp4kit.formats import ElementFormat
 from fp4kit.layouts import SCALE_LAYOUTS, padded_shape, swizzle_scales, unswizzle_scales
-from fp4kit.storage.files import listed, shown
-from fp4kit.storage.safetensors_file import FLOAT_DTYPES, TensorEntry
+from fp4kit.storage.files import FLOAT_DTYPES, TensorEntry, listed, shown
 
 # Neighbors ------------------------------------------------------------------------------------------------------------
 # Peers are layers of one role, whose names differ only in the numbers of layers and experts. The container does not

@@ -36,9 +36,8 @@ from fp4kit.recipes import RECIPES, Recipe
 from fp4kit.recipes import recipe as recipe_called
 from fp4kit.recipes.table import from_data
 from fp4kit.reference.tensor_rules import divisor_dtype
-from fp4kit.storage.files import CheckpointError, listed, shown
+from fp4kit.storage.files import CheckpointError, listed, read_header, shown
 from fp4kit.storage.gguf_file import first_parts_of, is_gguf, read_gguf_model
-from fp4kit.storage.safetensors_file import read_header
 
 
 class Checkpoint(Source):

@@ -22,9 +22,8 @@ from fp4kit.checkpoint.model.weights import Tensors, Weight, weights_of
 from fp4kit.checkpoint.selection.names import ARCHITECTURE, config_of
 from fp4kit.contract.schema import FILE as CONTRACT
 from fp4kit.lazy import lazy_property
-from fp4kit.storage.files import CheckpointError, listed, load_object, shown
+from fp4kit.storage.files import CheckpointError, SafetensorsFile, listed, load_object, read_header, shown
 from fp4kit.storage.gguf_file import is_gguf, read_gguf_model
-from fp4kit.storage.safetensors_file import SafetensorsFile, read_header
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

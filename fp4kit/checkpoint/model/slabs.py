@@ -23,7 +23,7 @@ from fp4kit.layouts import unpack_gguf, unpacked, unswizzle_scales
 from fp4kit.recipes import RECIPES
 from fp4kit.reference.dequantize import dequantize_tile
 from fp4kit.reference.tensor_rules import TensorScale
-from fp4kit.storage.safetensors_file import NUMPY_DTYPES, SafetensorsFile, TensorReader, nbytes_of
+from fp4kit.storage.files import NUMPY_DTYPES, SafetensorsFile, TensorReader, nbytes_of
 
 
 # The update of a LoRA adapter is added as PEFT merges it: W + s (B A), with A [r, K] and B [N, r], all taken as

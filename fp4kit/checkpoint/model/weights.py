@@ -24,8 +24,7 @@ from fp4kit.checkpoint.selection.names import STACKS as GGUF_STACKS
 from fp4kit.checkpoint.selection.selection import STACKS
 from fp4kit.formats import E8M0
 from fp4kit.ops.transforms import hadamard, random_signs
-from fp4kit.storage.files import CheckpointError, parse_object, shown
-from fp4kit.storage.safetensors_file import FLOAT_DTYPES, SafetensorsFile, TensorEntry
+from fp4kit.storage.files import FLOAT_DTYPES, CheckpointError, SafetensorsFile, TensorEntry, parse_object, shown
 
 
 @dataclass(frozen=True)

@@ -42,8 +42,7 @@ from fp4kit.checkpoint.selection.selection import Wishes
 from fp4kit.cpu.library import num_threads
 from fp4kit.ops.quantize import dequantize, quantize
 from fp4kit.recipes import Recipe, recipe
-from fp4kit.storage.files import CheckpointError, shown
-from fp4kit.storage.safetensors_file import DTYPE_BITS
+from fp4kit.storage.files import DTYPE_BITS, CheckpointError, shown
 
 # Errors are rounded to multiples of this before they are compared. All further arithmetic is in exact integers.
 _GRAIN = 2.0**-50

@@ -21,11 +21,9 @@ from fp4kit.checkpoint.model.inspect import Checkpoint
 from fp4kit.checkpoint.model.model_files import Source, is_gguf_config
 from fp4kit.checkpoint.model.weights import Weight, WeightRotation
 from fp4kit.checkpoint.selection import names
-from fp4kit.checkpoint.selection.names import first_match
 from fp4kit.checkpoint.selection.selection import Candidate
 from fp4kit.recipes import RECIPES, Recipe, several
-from fp4kit.storage.files import CheckpointError, listed, parse_object, shown
-from fp4kit.storage.safetensors_file import SafetensorsFile
+from fp4kit.storage.files import CheckpointError, SafetensorsFile, listed, parse_object, shown
 
 
 class LayerQuantization(NamedTuple):
@@ -59,13 +57,13 @@ class Mixture:
             return self.default
         choice = self._found.get(module)
         if choice is None:
-            found = first_match(self._patterns, module)
+            found = names.first_match(self._patterns, module)
             choice = self._found[module] = self.default if found is None else self.choices[found][1]
         return choice
 
     def check_patterns(self, modules: Sequence[str], copied: Mapping[str, str]) -> None:
         """Raise CheckpointError for the first pattern that decides about no layer."""
-        used = {first_match(self._patterns, module) for module in modules} if self._patterns else set()
+        used = {names.first_match(self._patterns, module) for module in modules} if self._patterns else set()
         for i, pattern in enumerate(self._patterns):
             if i not in used:
                 raise CheckpointError(f"--recipe {shown(pattern)}=...: {self._unused(i, modules, copied)}")
@@ -75,7 +73,7 @@ class Mixture:
         pattern = self._patterns[index]
         for module in modules:
             if fnmatchcase(module, pattern):
-                before = self._patterns[first_match(self._patterns, module) or 0]
+                before = self._patterns[names.first_match(self._patterns, module) or 0]
                 return f"an earlier pattern, {shown(before)}, matches all its layers; write the narrower pattern first"
         kept = next((module for module in copied if fnmatchcase(module, pattern)), None)
         if kept is not None:

@@ -35,8 +35,7 @@ from fp4kit.checkpoint.model.weights import (
     parts_of,
 )
 from fp4kit.checkpoint.selection.names import ARCHITECTURE, HEADS, adapter_tensor, unwrapped
-from fp4kit.storage.files import CheckpointError, listed, load_object, shown
-from fp4kit.storage.safetensors_file import FLOAT_DTYPES, read_header
+from fp4kit.storage.files import FLOAT_DTYPES, CheckpointError, listed, load_object, read_header, shown
 
 CONFIG, TENSORS, PICKLED = "adapter_config.json", "adapter_model.safetensors", "adapter_model.bin"
 # How merged FP4 layers get their block scales: per block the better of the model's scale and a new one, only the

@@ -50,14 +50,15 @@ from fp4kit.checkpoint.selection.selection import DIFFUSERS_CLASS
 from fp4kit.lazy import lazy_property
 from fp4kit.recipes import Recipe
 from fp4kit.storage import gguf_file
-from fp4kit.storage.files import CheckpointError, shown
-from fp4kit.storage.safetensors_file import (
+from fp4kit.storage.files import (
     DTYPE_BITS,
+    CheckpointError,
     SafetensorsFile,
     TensorEntry,
     file_order,
     header_bytes,
     nbytes_of,
+    shown,
 )
 
 

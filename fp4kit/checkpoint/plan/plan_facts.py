@@ -27,8 +27,7 @@ from fp4kit.checkpoint.plan.request import Request
 from fp4kit.checkpoint.plan.source_layers import check_layers, expert_stacks, kv_cache_of, split_layers
 from fp4kit.checkpoint.selection import selection
 from fp4kit.checkpoint.selection.names import missing_gated_halves, shared_amax_groups
-from fp4kit.storage.files import CheckpointError, shown
-from fp4kit.storage.safetensors_file import TensorEntry
+from fp4kit.storage.files import CheckpointError, TensorEntry, shown
 
 
 class PlanFacts:

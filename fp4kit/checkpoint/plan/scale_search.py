@@ -38,9 +38,8 @@ from fp4kit.checkpoint.selection.names import same_input_names
 from fp4kit.formats import FLT_MAX, FLT_MIN
 from fp4kit.lazy import lazy_property
 from fp4kit.recipes import Recipe
-from fp4kit.storage.files import CheckpointError, listed, shown
+from fp4kit.storage.files import CheckpointError, SafetensorsFile, listed, read_header, shown
 from fp4kit.storage.gguf_file import MAGIC, read_gguf
-from fp4kit.storage.safetensors_file import SafetensorsFile, read_header
 
 _WAY_OUT = "run the model in fp4kit.torch.collect, or leave the layers unquantized with --keep"
 

@@ -27,8 +27,7 @@ from fp4kit.checkpoint.model.doubts import misfits, tied_head, unfit_biases, unl
 from fp4kit.checkpoint.model.model_files import Source
 from fp4kit.checkpoint.model.slabs import Readers
 from fp4kit.checkpoint.model.weights import Piece, Rows, Weight, any_quantized, located
-from fp4kit.storage.files import CheckpointError, listed, shown
-from fp4kit.storage.safetensors_file import FLOAT_DTYPES, SafetensorsFile, TensorEntry
+from fp4kit.storage.files import FLOAT_DTYPES, CheckpointError, SafetensorsFile, TensorEntry, listed, shown
 
 _STACK_LEAVES = ("gate_proj", "up_proj", "down_proj")
 _SEPARATE = re.compile(rf"(.+\.experts)\.(\d+)\.({'|'.join(_STACK_LEAVES)})")

@@ -17,8 +17,7 @@ from fp4kit.checkpoint.selection.names import ARCHITECTURE, Role, adapter_tensor
 from fp4kit.checkpoint.selection.names import ROLES as GGUF_ROLES
 from fp4kit.checkpoint.selection.names import STACKS as GGUF_STACKS
 from fp4kit.lazy import lazy_property
-from fp4kit.storage.files import CheckpointError, listed, shown
-from fp4kit.storage.safetensors_file import BLOCKED, DTYPE_BITS, FLOAT_DTYPES
+from fp4kit.storage.files import BLOCKED, DTYPE_BITS, FLOAT_DTYPES, CheckpointError, listed, shown
 
 # In the Diffusers classes below, only linear layers of the numbered transformer blocks tolerate few bits. The
 # modulation layers in these blocks, which compute scales and shifts of norms, stay unquantized too. Source: diffusers

@@ -22,17 +22,15 @@ import numpy as np
 from fp4kit.arithmetic import ieee
 from fp4kit.checkpoint.containers.config_entries import REFUSED, Item
 from fp4kit.checkpoint.containers.table import CT_NVFP4, GGUF_NVFP4
-from fp4kit.checkpoint.model import transforms
 from fp4kit.checkpoint.model.inspect import Checkpoint, inspect_checkpoint, natural_order
 from fp4kit.checkpoint.model.model_files import CONFIG, HF_QUANT_CONFIG, open_source
 from fp4kit.checkpoint.model.slabs import Readers, codes_of, row_chunks, tensor_scale_of, values_of
 from fp4kit.checkpoint.model.statistics import sqnr_db
-from fp4kit.checkpoint.model.transforms import Origin, origins
+from fp4kit.checkpoint.model.transforms import Origin, origins, resolved
 from fp4kit.checkpoint.model.weights import Rows
 from fp4kit.checkpoint.plan.other_models import GgufNames, in_closest_order
-from fp4kit.storage.files import CheckpointError, listed
+from fp4kit.storage.files import FLOAT_DTYPES, CheckpointError, TensorEntry, listed
 from fp4kit.storage.gguf_file import SPLIT_KEYS, GgufFile, is_gguf
-from fp4kit.storage.safetensors_file import FLOAT_DTYPES, TensorEntry
 
 
 @dataclass(frozen=True)
@@ -102,7 +100,7 @@ def compare_checkpoints(
     """Compare two checkpoints by name: configs, metadata, tensors and quantized layers."""
     left, right = inspect_checkpoint(a), inspect_checkpoint(b)
     configs, patterns = compare_configs(left, right), tuple(ignore)
-    items = (item for model in (left, right) for item in transforms.resolved(model, model.weights, patterns).items)
+    items = (item for model in (left, right) for item in resolved(model, model.weights, patterns).items)
     refused = tuple(item for item in items if item.group == REFUSED)
     tick = progress or (lambda count: None)
     differences: list[TensorDifference] = []

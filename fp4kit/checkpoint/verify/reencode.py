@@ -36,14 +36,13 @@ from fp4kit.checkpoint.executors import run_all
 from fp4kit.checkpoint.findings import is_low, noise_of, zeros_of
 from fp4kit.checkpoint.identify.corruptions import StoredLayer
 from fp4kit.checkpoint.identify.diagnose import Fp8Layer, explain, explain_fp8, without_numbers
-from fp4kit.checkpoint.identify.layer_pairs import stored_layer
-from fp4kit.checkpoint.model import transforms
+from fp4kit.checkpoint.identify.run import stored_layer
 from fp4kit.checkpoint.model.doubts import doubt_of
 from fp4kit.checkpoint.model.inspect import inspect_checkpoint
 from fp4kit.checkpoint.model.model_files import Source
 from fp4kit.checkpoint.model.slabs import Readers, Slab, slabs, values_of
 from fp4kit.checkpoint.model.statistics import StoredCounts, sqnr_db, tally, total
-from fp4kit.checkpoint.model.transforms import Counterparts, Origin, TurnedOrigin, decodable, origins
+from fp4kit.checkpoint.model.transforms import Counterparts, Origin, TurnedOrigin, decodable, origins, resolved
 from fp4kit.checkpoint.model.weights import Located, Weight, WeightRotation
 from fp4kit.checkpoint.plan.other_models import ADAPTER_SCALES, LoraAdapter
 from fp4kit.checkpoint.plan.scale_search import ScaleSearch
@@ -52,8 +51,7 @@ from fp4kit.checkpoint.selection.names import first_match, shared_amax_groups
 from fp4kit.formats import E4M3, E5M2
 from fp4kit.ops.quantize import fake_quantize
 from fp4kit.recipes import Recipe
-from fp4kit.storage.files import CheckpointError
-from fp4kit.storage.safetensors_file import FLOAT_DTYPES, NUMPY_DTYPES
+from fp4kit.storage.files import FLOAT_DTYPES, NUMPY_DTYPES, CheckpointError
 
 _MADE_FROM_VALUES = (QUANTIZE, REQUANTIZE)
 
@@ -520,7 +518,7 @@ def _checks_with_origin(
     """Return a Check for each matrix of a checkpoint that has a counterpart in the source; ``names`` selects layers."""
     made = inspect_checkpoint(destination)
     weights = [weight for weight in made.layers.values() if names is None or weight.name in names]
-    found = origins_of(weights, source, transforms.resolved(made, made.weights).rotations, adapter)
+    found = origins_of(weights, source, resolved(made, made.weights).rotations, adapter)
     return [check for check in checks_of(weights, found, Settings()) if check.origin is not None]
 
 

@@ -19,16 +19,14 @@ from fp4kit.checkpoint.containers.table import CODES, INPUT_SCALE, SCALES, TENSO
 from fp4kit.checkpoint.convert.job import DEQUANTIZE, RENAME
 from fp4kit.checkpoint.convert.run_jobs import leftovers_of, source_facts
 from fp4kit.checkpoint.executors import Options, executor_of, run_all, start_devices
-from fp4kit.checkpoint.findings import findings_of_files, opened, unlike_activations
 from fp4kit.checkpoint.loaders.requirements import Sharding, obstacles, sharding_of
-from fp4kit.checkpoint.model import transforms
 from fp4kit.checkpoint.model.closed_world import LEFT_OUT, check_model, is_attention_scale
 from fp4kit.checkpoint.model.doubts import CERTAIN, SWAPPED_NIBBLES, swapped_layers
 from fp4kit.checkpoint.model.inspect import Checkpoint
 from fp4kit.checkpoint.model.model_files import MANIFEST, Source, differences, load_manifest, open_source
 from fp4kit.checkpoint.model.slabs import Readers, tensor_scale_of
 from fp4kit.checkpoint.model.statistics import StoredCounts, doubts_of, magnitude_of, reference_of, total
-from fp4kit.checkpoint.model.transforms import decodable
+from fp4kit.checkpoint.model.transforms import decodable, undo
 from fp4kit.checkpoint.model.weights import Located, WeightRotation, any_quantized, located, weights_of
 from fp4kit.checkpoint.plan.layer_recipes import patterns_in, recorded_include
 from fp4kit.checkpoint.plan.other_models import ADAPTER_SCALES, LoraAdapter
@@ -41,9 +39,8 @@ from fp4kit.lazy import lazy_property
 from fp4kit.recipes import Recipe
 from fp4kit.recipes import recipe as find_recipe
 from fp4kit.recipes.table import from_data
-from fp4kit.storage.files import CheckpointError, listed, parse_object, shown
+from fp4kit.storage.files import FLOAT_DTYPES, CheckpointError, listed, parse_object, shown
 from fp4kit.storage.gguf_file import GgufFile, whole_path
-from fp4kit.storage.safetensors_file import FLOAT_DTYPES
 
 
 @dataclass(frozen=True)
@@ -209,13 +206,13 @@ def prepare(
     ep: int | None = None,
 ) -> Verification:
     """Prepare a verification for ``execute``: make all checks that do not compare values."""
-    model = opened(Path(destination))
-    issues, model, turned, scales = findings_of_files(model, tuple(ignore))
+    model = findings.opened(Path(destination))
+    issues, model, turned, scales = findings.findings_of_files(model, tuple(ignore))
     parallel = None if model.root.is_file() else sharding_of(model.weights.values(), model.config or {})
     issues += _cut_layers(model, tp, ep)
     swapped = swapped_layers(model.weights.values(), model.tensors)
     issues += [Issue("warning", one.name, SWAPPED_NIBBLES) for one in swapped]
-    issues += [] if activations is None else unlike_activations(model.layers.values(), scales, activations)
+    issues += [] if activations is None else findings.unlike_activations(model.layers.values(), scales, activations)
     given = tuple((pattern, find_recipe(one)) for pattern, one in recipes)
     manifest = load_manifest(model.root) or {}
     settings, texts = _settings(model, manifest, recipe, options or Options(), search, given)
@@ -372,7 +369,7 @@ def _compared_with_source(
     if model.layers:
         items, matrices = check_model(original, known), frozenset[str]()
     else:
-        _, items, matrices = transforms.undo(original, known)
+        _, items, matrices = undo(original, known)
     checks = (
         *reencode.checks_of(weights, reencode.origins_of(weights, original, rotations, settings.adapter), settings),
     )

@@ -248,9 +248,9 @@ class ProducerResult:
 
 def adapters() -> tuple[Adapter, ...]:
     """Return the adapters of all producers, in alphabetical order of the constants that name them."""
-    from fp4kit.evidence.live import frameworks, standalone, toolkits
+    from fp4kit.evidence.live import frameworks, toolkits
 
-    names = vars(frameworks) | vars(standalone) | vars(toolkits)
+    names = vars(frameworks) | vars(toolkits)
     return tuple(names[name] for name in sorted(names) if isinstance(names[name], Adapter))
 
 

@@ -20,8 +20,7 @@ from fp4kit.checkpoint.model.inspect import inspect_checkpoint
 from fp4kit.checkpoint.reconcile import reconcile
 from fp4kit.checkpoint.selection.selection import Wishes
 from fp4kit.checkpoint.verify.verify import verify
-from fp4kit.storage.files import CheckpointError
-from fp4kit.storage.safetensors_file import read_header
+from fp4kit.storage.files import CheckpointError, read_header
 
 NAME = "model.diffusion_model.blocks.0.qkv"
 # The scales (224, 160 / 16) do not fill their tiles of 128 x 4: 224 rows need 2 tiles, and 10 columns need 3.

@@ -18,7 +18,7 @@ from fp4kit.checkpoint import CheckpointError, Rules, TensorConverter, Wishes, c
 from fp4kit.checkpoint.model.model_files import open_source
 from fp4kit.checkpoint.model.slabs import Readers
 from fp4kit.checkpoint.model.weights import located
-from fp4kit.storage.safetensors_file import NUMPY_DTYPES
+from fp4kit.storage.files import NUMPY_DTYPES
 
 MODELS = {f.__name__: f for f in (synthetic.dense, synthetic.moe, synthetic.fused, synthetic.deepseek, synthetic.vlm)}
 PAIRS = [

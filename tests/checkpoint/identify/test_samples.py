@@ -18,8 +18,14 @@ from exhaustive import by_default
 
 from fp4kit.checkpoint import CheckpointError, Options, convert
 from fp4kit.checkpoint.identify import hypotheses
-from fp4kit.checkpoint.identify.layer_pairs import SAMPLED_ROWS, rows_in, sample_spans, scaling_of
-from fp4kit.checkpoint.identify.run import PreparedIdentification, identify_checkpoint
+from fp4kit.checkpoint.identify.run import (
+    SAMPLED_ROWS,
+    PreparedIdentification,
+    identify_checkpoint,
+    rows_in,
+    sample_spans,
+    scaling_of,
+)
 from fp4kit.checkpoint.identify.verdicts import CheckpointVerdict
 from fp4kit.checkpoint.model.model_files import open_source
 from fp4kit.checkpoint.model.slabs import Readers

@@ -28,7 +28,7 @@ from fp4kit.checkpoint.model.inspect import inspect_checkpoint
 from fp4kit.checkpoint.model.statistics import sqnr_db
 from fp4kit.checkpoint.selection.selection import Wishes
 from fp4kit.checkpoint.verify.verify import verify
-from fp4kit.storage.safetensors_file import read_header
+from fp4kit.storage.files import read_header
 
 N, K = 64, 128
 LAYER = "model.layers.0.self_attn.q_proj"

@@ -34,8 +34,15 @@ from fp4kit.checkpoint.model.model_files import (
     names_in,
     open_source,
 )
-from fp4kit.storage.files import CheckpointError, parse_object, shown
-from fp4kit.storage.safetensors_file import DTYPE_BITS, SafetensorsWriter, TensorReader, read_header
+from fp4kit.storage.files import (
+    DTYPE_BITS,
+    CheckpointError,
+    SafetensorsWriter,
+    TensorReader,
+    parse_object,
+    read_header,
+    shown,
+)
 
 MALFORMED = Path(synthetic.__file__).parent / "malformed"
 REFUSED = {

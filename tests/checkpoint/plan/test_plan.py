@@ -212,7 +212,7 @@ def test_sizes(tmp_path: Path, name: str) -> None:
 
 def test_plan_reads_no_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synthetic.dense(tmp_path / "m")
-    monkeypatch.setattr("fp4kit.storage.safetensors_file.TensorReader.__init__", None)
+    monkeypatch.setattr("fp4kit.storage.files.TensorReader.__init__", None)
     assert make_plan(tmp_path / "m").converted
 
 

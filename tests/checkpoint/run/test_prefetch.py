@@ -14,7 +14,7 @@ import pytest
 from runs import until
 
 from fp4kit.checkpoint import executors as prefetch
-from fp4kit.storage.safetensors_file import SafetensorsFile
+from fp4kit.storage.files import SafetensorsFile
 
 
 def threads_of(module: Any, monkeypatch: pytest.MonkeyPatch) -> list[threading.Thread]:

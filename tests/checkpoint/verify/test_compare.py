@@ -253,7 +253,7 @@ def test_compare_does_not_read_what_is_one_file(tmp_path: Path, monkeypatch: pyt
     def read(*arguments: object) -> None:
         raise AssertionError("tensors were read")
 
-    monkeypatch.setattr("fp4kit.storage.safetensors_file.TensorReader.read_bytes", read)
+    monkeypatch.setattr("fp4kit.storage.files.TensorReader.read_bytes", read)
     ticks: list[int] = []
     assert compare_checkpoints(tmp_path / "a", tmp_path / "b", ticks.append).equal
     assert sum(ticks) == sum(nbytes for _, nbytes in inspect_checkpoint(tmp_path / "a").totals.values())

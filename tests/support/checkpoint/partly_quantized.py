@@ -15,7 +15,7 @@ import synthetic
 from synthetic import random
 
 from fp4kit.checkpoint import Wishes, convert
-from fp4kit.storage.safetensors_file import read_header
+from fp4kit.storage.files import read_header
 
 ATTENTION = tuple(f"model.layers.0.self_attn.{leaf}_proj" for leaf in "qkvo")
 MLP = tuple(f"model.layers.0.mlp.{leaf}_proj" for leaf in ("gate", "up", "down"))
