@@ -23,17 +23,7 @@ from fp4kit.arrays.imports import import_arrays, overlaps_itself
 from fp4kit.arrays.returns import library_of
 from fp4kit.formats import E4M3, E8M0, FLOATS
 from fp4kit.layouts import padded_shape
-from fp4kit.quantized.container import (
-    NEVER_NAN,
-    Quantized,
-    check_codes,
-    check_is_quantized,
-    fitting_shape,
-    in_order,
-    packed_shape,
-    scale_shape,
-    tensor_amax_shape,
-)
+from fp4kit.quantized import container
 from fp4kit.recipes import Recipe
 from fp4kit.recipes.rules import COMFYUI_STOCHASTICS, SCALE_STOCHASTICS
 
@@ -108,7 +98,7 @@ def check_tensor_amax(
     if isinstance(found, AbstractArray):
         return found
     is_amax = name == "tensor_amax"
-    bad = ~(found >= 0) if is_amax or recipe.tensor_rule in NEVER_NAN else found < 0
+    bad = ~(found >= 0) if is_amax or recipe.tensor_rule in container.NEVER_NAN else found < 0
     if bad.any():
         what = "NaN" if np.isnan(found[bad]).any() else "negative"
         needed = "amax" if is_amax else name
@@ -151,16 +141,16 @@ def check_clip_amax(op: str, amax: Any) -> Any:
 
 def reshape_amax(op: str, amax: Any, moved_shape: tuple[int, ...], recipe: Recipe, name: str = "tensor_amax") -> Any:
     """Return a tensor_amax or tensor_scale, reshaped to its canonical shape."""
-    canonical = tensor_amax_shape(moved_shape, recipe)
+    canonical = container.tensor_amax_shape(moved_shape, recipe)
     allowed = [canonical]
     if recipe.tensor_scaling == "tensor":
         if amax.size == 1:
             return amax.reshape(())
         allowed = [(), (moved_shape[0],)] if len(moved_shape) > 2 else [()]
-    shape = fitting_shape(amax.shape, allowed)
+    shape = container.fitting_shape(amax.shape, allowed)
     if shape is not None:
         return amax.reshape(shape)
-    if recipe.tensor_scaling == "block" and in_order(amax.shape, canonical):
+    if recipe.tensor_scaling == "block" and container.in_order(amax.shape, canonical):
         return amax.reshape(canonical)
     raise ValueError(f"{op}: {name} has shape {amax.shape}; {recipe.id} needs {' or '.join(map(str, allowed))}")
 
@@ -186,17 +176,17 @@ def parse_block_amax(op: str, given: Any, moved_shape: tuple[int, ...], recipe: 
             f"{op}: block_amax was given, but {recipe.id} computes it from x; leave it out, or use a recipe that"
             " accepts it, such as nvfp4-modelopt-static"
         )
-    shape = scale_shape(moved_shape, recipe)
+    shape = container.scale_shape(moved_shape, recipe)
     if on_device:
         is_float32 = isinstance(given, imports.cupy().ndarray) and given.dtype == np.float32
-        if not is_float32 or not in_order(given.shape, shape):
+        if not is_float32 or not container.in_order(given.shape, shape):
             raise ValueError(
                 f"{op}: block_amax is {description(given)}; needs a float32 CuPy array of shape {shape}, because x is"
                 " on a GPU"
             )
         return given.reshape(shape)
     amax = as_real(op, "block_amax", given)
-    if not in_order(amax.shape, shape):
+    if not container.in_order(amax.shape, shape):
         raise ValueError(f"{op}: block_amax has shape {amax.shape}; {recipe.id} needs {shape}")
     if isinstance(amax, AbstractArray):
         return amax.reshape(shape)
@@ -220,7 +210,7 @@ def reshape_clip_amax(amax: Any, call: Any) -> Any:
     """Return the clip limits of a gradient in one of three shapes: (1, 1), (rows, 1) or (rows, blocks)."""
     lead = call.moved.shape[:-1]
     rows = prod(lead)
-    blocks = scale_shape(call.moved.shape, call.recipe)[-1]
+    blocks = container.scale_shape(call.moved.shape, call.recipe)[-1]
     if amax.size == 1:
         return amax.reshape(1, 1)
     if amax.shape == (rows, 1) or (amax.shape[: len(lead)] == lead and amax.size == rows):
@@ -254,7 +244,7 @@ def parse_block_scale(op: str, given: Any, moved_shape: tuple[int, ...], r: Reci
     """Return the caller's block_scale as uint8 bit patterns, not copied; None if the recipe has no block scales."""
     if r.scale is None:
         return None
-    shape = padded_shape(scale_shape(moved_shape, r), layout)
+    shape = padded_shape(container.scale_shape(moved_shape, r), layout)
     float8 = _FLOAT8.get(r.scale)
     if not hasattr(given, "dtype") or given.dtype not in ((np.uint8,) if float8 is None else (np.uint8, float8)):
         got = getattr(given, "dtype", None) or type(given).__name__
@@ -262,7 +252,7 @@ def parse_block_scale(op: str, given: Any, moved_shape: tuple[int, ...], r: Reci
         raise TypeError(f"{op}: block_scale is {got}; {r.id} needs {needed}")
     if given.shape != shape:
         raise ValueError(f"{op}: block_scale has shape {given.shape}; {r.id} of {moved_shape} needs {shape}, {layout}")
-    check_codes(op, "block_scale", given, r.scale)
+    container.check_codes(op, "block_scale", given, r.scale)
     return given.view(np.uint8)
 
 
@@ -352,7 +342,7 @@ def import_out(op: str, out: Any) -> Any:
     library = library_of(out)
     if library is not None and not library.is_mutable:
         raise TypeError(f"{op}: out is an array of {library.name}, which cannot be written to; call without out")
-    if isinstance(out, Quantized):
+    if isinstance(out, container.Quantized):
         imported = out.imported()
         for name, part in imported.parts().items():
             _check_places(op, f"out.{name}", part)
@@ -386,7 +376,7 @@ def check_values_out(op: str, out: Any, shape: tuple[int, ...], dtype: np.dtype,
 def check_quantized_out(call: Any) -> None:
     """Raise an error unless the result of a call can be written to call.out, a Quantized."""
     op, out = call.op, call.out
-    check_is_quantized(op, out, "out")
+    container.check_is_quantized(op, out, "out")
     for name, value in call.result_fields().items():
         if getattr(out, name) != value:
             text = repr if name == "recipe" else str  # str(recipe) takes many lines
@@ -419,15 +409,17 @@ def _check_device_out(op: str, name: str, array: Any, shape: tuple[int, ...], dt
         raise ValueError(f"{op}: {name} is at address {array.data.ptr:#x}; needs a multiple of {ALIGNMENT}")
 
 
-def empty_quantized(call: Any, amax: Any, empty: Any, empty_scales: Any) -> Quantized:
+def empty_quantized(call: Any, amax: Any, empty: Any, empty_scales: Any) -> container.Quantized:
     """Return a new Quantized for the result of a call, with uninitialized codes and scales, and `amax` as
     tensor_amax.
     """
     r, shape = call.recipe, call.moved.shape
-    packed = empty(packed_shape(shape, r), np.uint8)
-    scales = None if r.scale is None else empty_scales(scale_shape(shape, r), call.layout)
+    packed = empty(container.packed_shape(shape, r), np.uint8)
+    scales = None if r.scale is None else empty_scales(container.scale_shape(shape, r), call.layout)
     decode_scale = None if amax is None else empty(amax.shape, np.float32)
-    return Quantized(packed, scales, decode_scale, amax, call.x.shape, call.x.dtype, call.axis, r, call.layout)
+    return container.Quantized(
+        packed, scales, decode_scale, amax, call.x.shape, call.x.dtype, call.axis, r, call.layout
+    )
 
 
 _MAX_WORK = 1000  # limit of NumPy's search for a shared byte; if it is reached, the arrays count as sharing memory
@@ -456,10 +448,10 @@ class _OccupiedMemory(NamedTuple):
 
 
 # The memory of each Quantized that cached calls have written to or read from.
-_MEMORIES: WeakKeyDictionary[Quantized, _OccupiedMemory] = WeakKeyDictionary()
+_MEMORIES: WeakKeyDictionary[container.Quantized, _OccupiedMemory] = WeakKeyDictionary()
 
 
-def _memory_of(q: Quantized) -> _OccupiedMemory:
+def _memory_of(q: container.Quantized) -> _OccupiedMemory:
     """Return the memory that the arrays of a Quantized occupy."""
     memory = _MEMORIES.get(q)
     if memory is None:
@@ -476,7 +468,7 @@ def are_disjoint(read: Any, out: Any) -> bool:
     # Public functions check this before each cached call with `out`, because the cache's key holds no addresses.
     if out is None:
         return True
-    writes_quantized = type(out) is Quantized
+    writes_quantized = type(out) is container.Quantized
     array, memory = (read, _memory_of(out)) if writes_quantized else (out, _memory_of(read))
     if writes_quantized and not memory.parts_are_disjoint:
         return False

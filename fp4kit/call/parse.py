@@ -18,16 +18,7 @@ import numpy as np
 
 from fp4kit.arguments import as_flag, as_index, as_shape, is_one_of
 from fp4kit.arrays.imports import import_arrays, import_to_host, is_array
-from fp4kit.call.inputs import (
-    AbstractArray,
-    check_complete,
-    check_quantized_out,
-    import_out,
-    parse_block_amax,
-    parse_block_scale,
-    parse_seed,
-    parse_tensor_amax,
-)
+from fp4kit.call import inputs
 from fp4kit.formats import FLOATS, Codebook, PairedMicroexponents
 from fp4kit.layouts import check_layout, padded_shape
 from fp4kit.quantized.container import Quantized, packed_shape, scale_shape, tensor_amax_shape
@@ -189,12 +180,12 @@ def array_call(op: str, x: Any, recipe: str | Recipe, axis: int, **arguments: An
     r = recipe_of(op, recipe) if r is None else r
     arrays = {name: a for name, a in arguments.items() if a is not None and is_array(a)}
     if arrays or type(x) is not np.ndarray:
-        x, *imported = (x,) if isinstance(x, AbstractArray) else import_arrays(op, x=x, **arrays)
+        x, *imported = (x,) if isinstance(x, inputs.AbstractArray) else import_arrays(op, x=x, **arrays)
         arguments |= dict(zip(arrays, imported, strict=True))
     check_float(op, x)
     axis = check_axis(op, axis, x.ndim)
     check_length(op, axis, x.shape[axis], r)
-    on_device = not isinstance(x, (np.ndarray, AbstractArray))
+    on_device = not isinstance(x, (np.ndarray, inputs.AbstractArray))
     return Call(op, x, r, axis, _axis_last(x, axis), on_device=on_device), arguments
 
 
@@ -227,15 +218,15 @@ def quantize_call(
         call = with_options(call, options, given["seed"])
         call = with_amaxes(call, given.get("tensor_amax"), given.get("block_amax"))
     else:
-        check_complete(op, call.recipe, block_scale, tensor_scale)
+        inputs.check_complete(op, call.recipe, block_scale, tensor_scale)
         call = with_options(call, options, given["seed"])
         shape, r = call.moved.shape, call.recipe
-        block_scale = parse_block_scale(op, block_scale, shape, r, call.layout)
-        tensor_scale = parse_tensor_amax(op, tensor_scale, shape, r, call.on_device, "tensor_scale")
+        block_scale = inputs.parse_block_scale(op, block_scale, shape, r, call.layout)
+        tensor_scale = inputs.parse_tensor_amax(op, tensor_scale, shape, r, call.on_device, "tensor_scale")
         call = call._replace(block_scale=block_scale, tensor_scale=tensor_scale)
     if out is not None:
-        call = call._replace(out=import_out(op, out))
-        check_quantized_out(call)
+        call = call._replace(out=inputs.import_out(op, out))
+        inputs.check_quantized_out(call)
     return call
 
 
@@ -264,8 +255,8 @@ def with_amaxes(call: Call, tensor_amax: Any, block_amax: Any) -> Call:
     if tensor_amax is None and block_amax is None:
         return call._replace(tensor_amax=None, block_amax=None)
     facts = call.moved.shape, call.recipe, call.on_device
-    tensor_amax = parse_tensor_amax(call.op, tensor_amax, *facts)
-    return call._replace(tensor_amax=tensor_amax, block_amax=parse_block_amax(call.op, block_amax, *facts))
+    tensor_amax = inputs.parse_tensor_amax(call.op, tensor_amax, *facts)
+    return call._replace(tensor_amax=tensor_amax, block_amax=inputs.parse_block_amax(call.op, block_amax, *facts))
 
 
 def with_options(call: Call, options: QuantizeOptions, seed: Any) -> Call:
@@ -319,7 +310,7 @@ def _random_source(call: Call, rounding: str, seed: Any) -> Any:
         bytes_too = "an int" + ", or random bytes (uint8, shape of x)" * (r.stochastic not in SCALE_STOCHASTICS)
         array = needed.get(r.stochastic, bytes_too)
         raise ValueError(f"{op}: stochastic rounding needs seed: {array}")
-    random = parse_seed(op, seed, call.x, r)
+    random = inputs.parse_seed(op, seed, call.x, r)
     return random if isinstance(random, int) else np.moveaxis(random, call.axis, -1)
 
 

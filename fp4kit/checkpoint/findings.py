@@ -24,19 +24,10 @@ from fp4kit.checkpoint.containers.engines import Issue, comfy, finding, mlx
 from fp4kit.checkpoint.containers.table import INPUT_SCALE, TENSOR_SCALE, Container, container
 from fp4kit.checkpoint.convert.job import RENAME, input_scale_of
 from fp4kit.checkpoint.loaders import exclusions, requirements, support
-from fp4kit.checkpoint.model import transforms
+from fp4kit.checkpoint.model import model_files, transforms
 from fp4kit.checkpoint.model.closed_world import lost_tensor_scales
 from fp4kit.checkpoint.model.doubts import LOST_CODES, tied_head
 from fp4kit.checkpoint.model.inspect import Checkpoint
-from fp4kit.checkpoint.model.model_files import (
-    CONFIG,
-    HF_QUANT_CONFIG,
-    is_deepseek_v4,
-    is_gguf_config,
-    load_manifest,
-    open_source,
-    other_weights,
-)
 from fp4kit.checkpoint.model.slabs import Readers, scalar_of
 from fp4kit.checkpoint.model.statistics import StoredCounts, doubt_about
 from fp4kit.checkpoint.model.weights import Piece, Weight, part_names
@@ -69,7 +60,7 @@ def findings_of_files(
     model = model.without(turned.matrices)
     scalars = scalars_of(model.layers.values())
     found = [*refused_items(turned.items), *findings_of(model, scalars, turned.rotations)]
-    others = other_weights(model.root, [file.name for file in model.files], model.config)
+    others = model_files.other_weights(model.root, [file.name for file in model.files], model.config)
     found += [Issue("warning", name, text) for name, text in others]
     found += unusable_tensor_scales(model.layers.values())
     found += [Issue(*trouble) for trouble in cache_troubles(model.tensors)]
@@ -81,7 +72,7 @@ def opened(root: Path) -> Checkpoint:
     any.
     """
     # A directory must have a config, unlike in ``fp4kit inspect``.
-    found = open_source(root)
+    found = model_files.open_source(root)
     return Checkpoint(root, found.config, found.hf_quant_config, found.files)
 
 
@@ -106,10 +97,10 @@ def _planned(plan: Plan, destination: Path) -> Checkpoint:
         outputs = [output for output in file.outputs if output.name not in matrices]
         entries = (TensorEntry(one.name, one.dtype, one.shape, 0, one.nbytes) for one in outputs)
         files.append(SafetensorsFile(Path(file.name), file.name, 0, tuple(entries), file.metadata))
-    written: dict[str, Any] = {CONFIG: plan.source.config if plan.is_file else {}}
+    written: dict[str, Any] = {model_files.CONFIG: plan.source.config if plan.is_file else {}}
     if not plan.is_file and not is_one_file(destination):
         written = configs_of(plan)
-    return Checkpoint(destination, written[CONFIG], written.get(HF_QUANT_CONFIG), tuple(files))
+    return Checkpoint(destination, written[model_files.CONFIG], written.get(model_files.HF_QUANT_CONFIG), tuple(files))
 
 
 def _planned_scalars(plan: Plan) -> Iterator[tuple[str, float]]:
@@ -222,7 +213,7 @@ def unlike_activations(
 
 def recorded_activations(root: Path) -> tuple[Any, Any]:
     """Return (rule, unseen), the options by which the conversion computed input scales from measured activations."""
-    request = (load_manifest(root) or {}).get("request")
+    request = (model_files.load_manifest(root) or {}).get("request")
     facts = request.get("activations") if isinstance(request, Mapping) else None
     found = facts if isinstance(facts, Mapping) else {}
     rule, unseen = found.get("rule"), found.get("unseen")
@@ -371,7 +362,7 @@ def _only_engine(
     model: Checkpoint, form: Container | None, config: Mapping[str, Any]
 ) -> tuple[str, Iterable[tuple[str, str]]] | None:
     """Return (engine, faults as (name, text)) for the formats that only one engine loads; None for all others."""
-    if is_gguf_config(config):
+    if model_files.is_gguf_config(config):
         scaled = [name for name, weight in model.layers.items() if table.TENSOR_SCALE in weight.parts]
         return names.ENGINE, names.scale_troubles(config[names.ARCHITECTURE], scaled, model.tensors)
     if form is not None and form.format == mlx.FORMAT:
@@ -442,7 +433,7 @@ def _other_layers(model: Checkpoint, form: Container | None) -> dict[str, list[s
     names}.
     """
     found: dict[str, list[str]] = defaultdict(list)
-    beside = is_deepseek_v4(model.config or {})
+    beside = model_files.is_deepseek_v4(model.config or {})
     for name, weight in model.layers.items():
         other = weight.container
         if other is not None and form is not None and other.name != form.name and not beside:
@@ -466,7 +457,7 @@ def _container_id(form: Container, weights: Iterable[Weight], config: Mapping[st
     """Return the name by which loaders/ knows the container ``form``, such as "modelopt NVFP4"."""
     declared = config.get("quantization_config")
     method = declared.get("quant_method") if isinstance(declared, Mapping) else None
-    if form.kind == table.DEEPSEEK_V4_NVFP4.kind and is_deepseek_v4(config) and method == "fp8":
+    if form.kind == table.DEEPSEEK_V4_NVFP4.kind and model_files.is_deepseek_v4(config) and method == "fp8":
         return table.DEEPSEEK_V4_NVFP4.name
     algo = declared.get("quant_algo") if isinstance(declared, Mapping) else None
     # A layer that fits in one block looks like FP8 with one scale per layer, so every kind of FP8 is accepted.
@@ -497,7 +488,12 @@ def unquantized_by_engine(model: Checkpoint) -> dict[str, dict[str, bool]]:
     """Return engine -> module -> whether the engine leaves it unquantized, as it reads the exclusion list."""
     form, config = _form(model.layers.values()), configs.with_declaration(model.config or {}, model.hf_quant_config)
     declared = config.get("quantization_config")
-    if form is None or not isinstance(declared, Mapping) or configs.is_mixed(config) or is_gguf_config(config):
+    if (
+        form is None
+        or not isinstance(declared, Mapping)
+        or configs.is_mixed(config)
+        or model_files.is_gguf_config(config)
+    ):
         return {}
     name = _container_id(form, model.layers.values(), config)
     if name not in configs.LOADED or configs.LOADED[name].syntax is None:

@@ -60,9 +60,6 @@ from fp4kit.reference.dequantize import (
 )
 from fp4kit.reference.fake import FAKE_RULES, clip_gradient
 from fp4kit.reference.matmul import Factor, as_terms, rounded, scaled, sums
-from fp4kit.reference.quantize import EncodeOptions as MatrixOptions
-from fp4kit.reference.quantize import encode_matrix, quantize_matrix
-from fp4kit.reference.quantize import tensor_amax as matrix_amax
 from fp4kit.reference.search import chosen_amaxes, search_amaxes, search_e4m3, search_powers, searched
 from fp4kit.reference.stochastic import GivenNumbers, MslkStream, RandomNumbers, ScaleStream, stream_of
 from fp4kit.reference.tensor_rules import TensorScale, encoding_scale, stored_tensor_scale, tensor_scale
@@ -110,7 +107,7 @@ def compute_tensor_amax(moved: np.ndarray, r: Recipe, mask: int | None = None) -
     shape = tensor_amax_shape(moved.shape, r)
     if moved.size == 0:
         return np.zeros(shape, np.float32)
-    parts = np.stack([matrix_amax(matrix, r, mask) for matrix in stack(moved, r)])
+    parts = np.stack([reference.tensor_amax(matrix, r, mask) for matrix in stack(moved, r)])
     if r.tensor_scaling in ("none", "tensor"):
         parts = (np.max if r.amax_nan == "propagate" else np.fmax.reduce)(parts)
     return np.asarray(parts, np.float32).reshape(shape)
@@ -129,8 +126,8 @@ class MatrixFunctions(NamedTuple):
     """
 
     tensor_amax: Callable[..., np.ndarray] = compute_tensor_amax
-    quantize: Callable[..., None] = quantize_matrix
-    encode: Callable[..., None] = encode_matrix
+    quantize: Callable[..., None] = reference.quantize_matrix
+    encode: Callable[..., None] = reference.encode_matrix
     dequantize: Callable[..., None] = dequantize_matrix
     search: Callable[..., None] = search_e4m3
     searched: Callable[..., Call] = searched
@@ -221,7 +218,7 @@ def _quantize_matrices(
         # call.block_amax repeats a block's amax for each row of the block, but functions.quantize needs it once.
         block_amaxes = None if amax_rows is None else amax_rows[i][:: r.block_rows]
         matrix_scales = None if scale_rows is None else scale_rows[i]
-        options = MatrixOptions(block_amaxes, _random_numbers(call.random, r, i, (M, K)), call.mask)
+        options = reference.EncodeOptions(block_amaxes, _random_numbers(call.random, r, i, (M, K)), call.mask)
         if given:
             tensor = TensorScale(*(part_for_matrix(np.asarray(part), r, i, (B, M)) for part in encodings))
             functions.encode(matrix, r, tensor, matrix_scales, codes[i], options)
@@ -645,7 +642,7 @@ class HostStages:
         for t, values, shape, start in self._shards():
             self._amaxes[t][...] = reference.partial_amax(values, shape, start, self._recipe)
             if self._recipe.tensor_scaling == "tensor":
-                self._tensor_amaxes[t] = matrix_amax(values[None], self._recipe)
+                self._tensor_amaxes[t] = reference.tensor_amax(values[None], self._recipe)
 
     @ieee("cast_master_weights")
     def scales(self) -> None:

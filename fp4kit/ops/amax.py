@@ -14,17 +14,8 @@ import numpy as np
 from fp4kit.arguments import as_float32, as_index
 from fp4kit.arrays.imports import import_arrays, on_device, to_device, to_host
 from fp4kit.arrays.returns import mark_written, returns_in_library
+from fp4kit.call import parse
 from fp4kit.call.inputs import check_disjoint, check_out, import_out, parse_tensor_amax, without_sign
-from fp4kit.call.parse import (
-    QuantizeOptions,
-    amax_shape,
-    array_call,
-    check_axes,
-    check_castable,
-    check_float,
-    check_shard,
-    quantize_call,
-)
 from fp4kit.call.search_scales import SearchRequest, search_call
 from fp4kit.ops.engines import run, with_threads
 from fp4kit.ops.quantize import quantize
@@ -81,9 +72,9 @@ def amax_call(op: str, x: Any, recipe: RecipeId | Recipe | None, axis: Any) -> t
     # The engine's function is plain_amax if recipe is None, and amax otherwise.
     if recipe is None:
         (x,) = import_arrays(op, x=x)
-        check_float(op, x)
-        return on_device(x), (x, check_axes(op, axis, x.ndim))
-    call, _ = array_call(op, x, recipe, -1 if axis is None else axis)
+        parse.check_float(op, x)
+        return on_device(x), (x, parse.check_axes(op, axis, x.ndim))
+    call, _ = parse.array_call(op, x, recipe, -1 if axis is None else axis)
     return call.on_device, (call,)
 
 
@@ -270,7 +261,9 @@ def quantize_static(
     r = recipe_of(OP, recipe)
     name, scale = _given(r, input_scale, input_global_scale)
     (array,) = import_arrays(OP, x=x)
-    quantize_call(OP, array, r, -1, QuantizeOptions(scale_layout))  # raises the errors of quantize before any work
+    parse.quantize_call(
+        OP, array, r, -1, parse.QuantizeOptions(scale_layout)
+    )  # raises the errors of quantize before any work
     found = static_amax(scale, r, array.dtype, name == "input_global_scale")
     if found != UNKNOWN:
         return quantize(x, r, tensor_amax=float(found), scale_layout=scale_layout)
@@ -358,7 +351,7 @@ def partial_amax(shard: Any, shape: tuple[int, int], start: int, recipe: str | R
     r = recipe_of("partial_amax", recipe)
     (array,) = import_arrays("partial_amax", shard=shard)
     start = as_index("partial_amax", "start", start)
-    M, K = check_shard("partial_amax", array, shape, start, r)
+    M, K = parse.check_shard("partial_amax", array, shape, start, r)
     return run("partial_amax", "partial_amax", on_device(array), array, (M, K), start, r)
 
 
@@ -427,8 +420,8 @@ def partial_cast(
     op, r, original_out = "partial_cast", recipe_of("partial_cast", recipe), out
     array, out, amax = import_arrays(op, shard=shard, out=import_out(op, original_out), block_amax=block_amax)
     start = as_index(op, "start", start)
-    M, K = check_shard(op, array, shape, start, r)
-    check_castable(op, r)
+    M, K = parse.check_shard(op, array, shape, start, r)
+    parse.check_castable(op, r)
     is_on_device = on_device(array)  # on a GPU, values are not checked, because that would wait for the device
     _check_cast_arrays(op, is_on_device, out, amax, (M, K), r)
     check_disjoint(op, {"shard": array, "block_amax": amax}, {"out": out})
@@ -448,7 +441,7 @@ def partial_cast(
 
 def _check_cast_arrays(op: str, is_on_device: bool, out: Any, amax: Any, shape: tuple[int, int], r: Recipe) -> None:
     """Raise ValueError unless the arguments out and block_amax (here `amax`) of partial_cast fit the matrix."""
-    out_shape, amaxes_shape = packed_shape(shape, r), amax_shape(shape, r)
+    out_shape, amaxes_shape = packed_shape(shape, r), parse.amax_shape(shape, r)
     if not is_on_device:
         check_out(op, "out", out, out_shape, np.uint8)
     elif out.shape != out_shape or out.dtype != np.uint8:

@@ -29,16 +29,8 @@ from fp4kit.quantized.container import NEVER_NAN, Quantized, check_quantized
 from fp4kit.quantized.slicing import box_of
 from fp4kit.recipes import RECIPES, Recipe
 from fp4kit.recipes.rules import NOISE_STOCHASTICS
+from fp4kit.reference import tensor_rules
 from fp4kit.reference.stochastic import HADAMARD_BLOCK, TE_SIGN_MASK, hadamard_blocks
-from fp4kit.reference.tensor_rules import (
-    FEW,
-    NEAR,
-    amax_interval,
-    covered_range,
-    implied_amax,
-    same_scale,
-    tensor_scale,
-)
 from fp4kit.types import Hadamard
 
 
@@ -131,13 +123,19 @@ class CandidateAmaxes:
             yield None
             return
         if q.tensor_amax is not None:
-            if same_scale(tensor_scale(q.tensor_amax, q.recipe, q.dtype).decode, q.tensor_scale).all():
+            if tensor_rules.same_scale(
+                tensor_rules.tensor_scale(q.tensor_amax, q.recipe, q.dtype).decode, q.tensor_scale
+            ).all():
                 yield q.tensor_amax
                 return
         # For each tensor scale, the amax of x if r makes the scale from it, otherwise the implied amax.
         amax, likely = self.amax_of_x(r, hadamard), _implied(q.tensor_scale, r, q.dtype)
         if amax.shape == likely.shape and not np.isnan(amax).any():
-            likely = np.where(same_scale(tensor_scale(amax, r, q.dtype).decode, q.tensor_scale), amax, likely)
+            likely = np.where(
+                tensor_rules.same_scale(tensor_rules.tensor_scale(amax, r, q.dtype).decode, q.tensor_scale),
+                amax,
+                likely,
+            )
         yield from amaxes_of(q.tensor_scale, r, q.dtype, likely)
 
 
@@ -147,16 +145,16 @@ def amaxes_of(scale: np.ndarray, r: Recipe, dtype: np.dtype, likely: np.ndarray 
     """
     amax = _implied(scale, r, dtype) if likely is None else likely
     yield amax
-    seen = [tensor_scale(amax, r, dtype).encode]
+    seen = [tensor_rules.tensor_scale(amax, r, dtype).encode]
     # The float32 numbers that give `scale`, in ascending order, at most MAX_NEIGHBORS of them.
-    first, last = amax_interval(scale, r, dtype, NEAR)
+    first, last = tensor_rules.amax_interval(scale, r, dtype, tensor_rules.NEAR)
     has_interval = (scale > 0) & np.isfinite(scale) & (first <= last)
-    height = MAX_NEIGHBORS if scale.size <= FEW else 1  # so that large arrays are tried one at a time
+    height = MAX_NEIGHBORS if scale.size <= tensor_rules.FEW else 1  # so that large arrays are tried one at a time
     for start in range(0, MAX_NEIGHBORS, height):
         steps = np.arange(start, start + height).reshape(-1, *(1,) * first.ndim)
         bits = np.minimum(first + steps, last).astype(np.int32)
         neighbors = np.where(has_interval, bits.view(np.float32), amax)
-        encodes = np.broadcast_to(tensor_scale(neighbors, r, dtype).encode, neighbors.shape)
+        encodes = np.broadcast_to(tensor_rules.tensor_scale(neighbors, r, dtype).encode, neighbors.shape)
         for i, encode in enumerate(encodes):
             if not any(np.array_equal(encode, other) for other in seen):
                 seen.append(encode)
@@ -165,9 +163,9 @@ def amaxes_of(scale: np.ndarray, r: Recipe, dtype: np.dtype, likely: np.ndarray 
 
 def _implied(scale: np.ndarray, r: Recipe, dtype: np.dtype) -> np.ndarray:
     """Return, for each entry of `scale`, the amax from which recipe r makes this tensor scale."""
-    implied = implied_amax(scale, r, dtype)
+    implied = tensor_rules.implied_amax(scale, r, dtype)
     with np.errstate(over="ignore"):
-        return np.where(implied >= 0, implied, np.asarray(scale * covered_range(r), np.float32))
+        return np.where(implied >= 0, implied, np.asarray(scale * tensor_rules.covered_range(r), np.float32))
 
 
 def prove(q: Quantized, x: Any, host: CandidateAmaxes, r: Recipe, amaxes: Sequence[np.ndarray | None]) -> Match:

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, overload
 from fp4kit.arguments import as_flag, is_one_of
 from fp4kit.arrays.imports import on_device
 from fp4kit.arrays.returns import library_of, mark_written, numpy_dtype, returns_in_library
+from fp4kit.call import parse
 from fp4kit.call.inputs import (
     are_disjoint,
     check_disjoint,
@@ -15,15 +16,6 @@ from fp4kit.call.inputs import (
     clip_amax,
     import_out,
     reshape_clip_amax,
-)
-from fp4kit.call.parse import (
-    SEED_WITHOUT_USE,
-    QuantizeOptions,
-    backward_call,
-    check_has_codes,
-    columnwise,
-    fake_call,
-    quantize_call,
 )
 from fp4kit.ops.engines import convert_and_call, find, new_cached_call, run, run_call, run_first, with_threads
 from fp4kit.quantized.container import Quantized, check_quantized, check_values_dtype
@@ -150,7 +142,7 @@ def quantize(
             if q is not None:
                 return q if out is None else mark_written(out)
         key = None if cached else key
-    options = QuantizeOptions(scale_layout, rounding, seed, hadamard)
+    options = parse.QuantizeOptions(scale_layout, rounding, seed, hadamard)
     amaxes, scales = {"tensor_amax": tensor_amax, "block_amax": block_amax}, {}
     if has_scales:
         for name, amax in amaxes.items():
@@ -171,9 +163,11 @@ def _may_overwrite(out: Quantized, x: Any, tensor_amax: Any) -> bool:
 
 
 @returns_in_library
-def _quantize(x: Any, recipe: Any, axis: int, options: QuantizeOptions, key: Any, *, out: Any, **given: Any) -> Any:
+def _quantize(
+    x: Any, recipe: Any, axis: int, options: parse.QuantizeOptions, key: Any, *, out: Any, **given: Any
+) -> Any:
     """Check the arguments of quantize, and return the quantized x, in `out` if given."""
-    call = quantize_call("quantize", x, recipe, axis, options, out=out, **given)
+    call = parse.quantize_call("quantize", x, recipe, axis, options, out=out, **given)
     if call.has_scales:
         return run(call.op, "quantize_with_scales", call.on_device, call)
     return run_call(call, "quantize", key, (x, given["tensor_amax"], out))
@@ -227,17 +221,17 @@ def quantize_both(
         key, cached = find(op, (x, tensor_amax), recipe, scale_layout, rounding)
     if cached is not None:
         return cached(x, tensor_amax, None)
-    options = QuantizeOptions(scale_layout, rounding, seed, hadamard)
+    options = parse.QuantizeOptions(scale_layout, rounding, seed, hadamard)
     return convert_and_call(_quantize_both, x, recipe, options, key, tensor_amax)
 
 
 @returns_in_library
 def _quantize_both(
-    x: Any, recipe: str | Recipe, options: QuantizeOptions, key: Any, tensor_amax: Any
+    x: Any, recipe: str | Recipe, options: parse.QuantizeOptions, key: Any, tensor_amax: Any
 ) -> tuple[Quantized, Quantized]:
     """Check the arguments of quantize_both, and return the pair (rowwise result, columnwise result)."""
     op, seed = "quantize_both", options.seed
-    row = quantize_call(op, x, recipe, -1, options._replace(hadamard=False), tensor_amax=tensor_amax)
+    row = parse.quantize_call(op, x, recipe, -1, options._replace(hadamard=False), tensor_amax=tensor_amax)
     if row.x.ndim < 2:
         raise ValueError(f"{op}: x is {row.x.ndim}-d; needs at least 2 dimensions, (..., M, K)")
     if tensor_amax is not None and row.recipe.tensor_scaling != "tensor":
@@ -245,7 +239,7 @@ def _quantize_both(
         raise ValueError(
             f"{op}: tensor_amax was given, but {why}; leave it out, or call quantize with axis=-1 and with axis=-2"
         )
-    column = columnwise(row, options._replace(seed=None if seed is None else seed + 1))
+    column = parse.columnwise(row, options._replace(seed=None if seed is None else seed + 1))
     cached = new_cached_call(key, "quantize", row.on_device, column, x, tensor_amax, True)
     both: tuple[Quantized, Quantized] = run_first(
         key, cached, (x, tensor_amax, None), lambda: run(op, "quantize_both", row.on_device, row, column)
@@ -372,15 +366,17 @@ def fake_quantize(
             return values
         key = None if cached else key
     check_rounding("fake_quantize", recipe_of("fake_quantize", recipe), rounding, seed)
-    options = QuantizeOptions(rounding=rounding, seed=seed)
+    options = parse.QuantizeOptions(rounding=rounding, seed=seed)
     amaxes = {"tensor_amax": tensor_amax, "block_amax": block_amax}
     return convert_and_call(_fake_quantize, x, recipe, axis, options, key, **amaxes)
 
 
 @returns_in_library
-def _fake_quantize(x: Any, recipe: str | Recipe, axis: int, options: QuantizeOptions, key: Any, **amaxes: Any) -> Any:
+def _fake_quantize(
+    x: Any, recipe: str | Recipe, axis: int, options: parse.QuantizeOptions, key: Any, **amaxes: Any
+) -> Any:
     """Check the arguments of fake_quantize, and return the fake-quantized x."""
-    call = fake_call("fake_quantize", x, recipe, axis, options, **amaxes)
+    call = parse.fake_call("fake_quantize", x, recipe, axis, options, **amaxes)
     return run_call(call, "fake_quantize", key, (x, amaxes["tensor_amax"]))
 
 
@@ -391,7 +387,7 @@ def check_rounding(op: str, r: Recipe, rounding: str, seed: Any) -> None:
     if not is_one_of(rounding, ("nearest",)):
         raise ValueError(f"{op}: {r.id} rounds to nearest only; got rounding={rounding!r:.60}")
     if seed is not None:
-        raise ValueError(f"{op}: {SEED_WITHOUT_USE}")
+        raise ValueError(f"{op}: {parse.SEED_WITHOUT_USE}")
 
 
 @returns_in_library
@@ -436,7 +432,7 @@ def fake_quantize_backward(
         array([1., 0.], dtype=float32)
     """
     pass_through = as_flag("fake_quantize_backward", "pass_through", pass_through)
-    call, imported_amax = backward_call("fake_quantize_backward", grad, x, recipe, axis, amax)
+    call, imported_amax = parse.backward_call("fake_quantize_backward", grad, x, recipe, axis, amax)
     limit = clip_amax(call, imported_amax)
     if pass_through or not call.grad.size:
         return grad if library_of(grad) else call.grad
@@ -535,6 +531,6 @@ def requantize(q: Quantized, recipe: RecipeId | Recipe) -> Requantized:
     """
     q = check_quantized("requantize", q)
     target = recipe_of("requantize", recipe)
-    check_has_codes("requantize", target)
+    parse.check_has_codes("requantize", target)
     result, changed, error = run("requantize", "requantize", on_device(q.packed), q, target)
     return Requantized(result, changed == 0, changed, error)

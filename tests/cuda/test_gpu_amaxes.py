@@ -10,9 +10,9 @@ from inputs import BF16, ordinary
 from on_gpu import ON_GPU, agree, all_or_few, assert_same, cupy, differing
 
 import fp4kit
-from fp4kit.call.inputs import takes_e8m0_amaxes, tensor_amax_shape
+from fp4kit.call.inputs import takes_e8m0_amaxes
 from fp4kit.ops import engines as call_cache
-from fp4kit.quantized.container import scale_shape
+from fp4kit.quantized.container import scale_shape, tensor_amax_shape
 from fp4kit.recipes import RECIPES
 
 pytestmark = ON_GPU

@@ -18,8 +18,7 @@ from together import together
 from variants import E2M1_BIAS0, E2M1_BIAS3, E3M4, E4M3_IEEE, square, with_elements
 
 import fp4kit
-from fp4kit.call.inputs import tensor_amax_shape
-from fp4kit.quantized.container import Quantized, packed_shape, scale_shape
+from fp4kit.quantized.container import Quantized, packed_shape, scale_shape, tensor_amax_shape
 from fp4kit.recipes import RECIPES
 from fp4kit.recipes.rules import DECODE_RULES
 from fp4kit.reference.tensor_rules import tensor_scale

@@ -18,11 +18,11 @@ from together import together
 
 import fp4kit
 from fp4kit.calibration import input_global_scale, input_scale
-from fp4kit.call.inputs import takes_e8m0_amaxes, tensor_amax_shape
+from fp4kit.call.inputs import takes_e8m0_amaxes
 from fp4kit.cuda.amax import columns_to_reduce
 from fp4kit.evidence.testing import assert_same_bits
 from fp4kit.ops import engines as call_cache
-from fp4kit.quantized.container import scale_shape
+from fp4kit.quantized.container import scale_shape, tensor_amax_shape
 from fp4kit.recipes import RECIPES
 from fp4kit.reference.arith import reciprocal_approx_ftz
 from fp4kit.reference.quantize import segments

@@ -28,22 +28,13 @@ from fp4kit.checkpoint.plan.layer_recipes import LayerQuantization, Mixture, che
 from fp4kit.checkpoint.plan.request import UNQUANTIZED, Request
 from fp4kit.checkpoint.plan.scale_search import Activations
 from fp4kit.checkpoint.plan.source_layers import stacks_trouble
+from fp4kit.checkpoint.selection import selection
 from fp4kit.checkpoint.selection.names import (
     adapter_trouble,
     group_of,
     hugging_face_names,
     missing_gated_halves,
     unwrapped,
-)
-from fp4kit.checkpoint.selection.selection import (
-    Candidate,
-    Decision,
-    Wishes,
-    candidate,
-    check_transposed,
-    decide,
-    model_facts,
-    no_multiple,
 )
 from fp4kit.layouts import pack_mlx
 from fp4kit.lazy import lazy_property
@@ -79,7 +70,7 @@ class Rules:
     recipe: Recipe
     config: Mapping[str, Any] = field(default_factory=dict)
     format: str | None = None
-    wishes: Wishes = field(default_factory=Wishes)
+    wishes: selection.Wishes = field(default_factory=selection.Wishes)
     input_scale: float | None = None
     activations: Activations | None = None
     recipes: Sequence[tuple[str, str | Recipe]] = ()
@@ -160,10 +151,10 @@ class Rules:
     @lazy_property
     def _facts(self) -> Any:
         """The ModelFacts from the model's config, which the selection of layers needs."""
-        return model_facts(self.config)
+        return selection.model_facts(self.config)
 
     @lazy_property
-    def _wishes(self) -> Wishes:
+    def _wishes(self) -> selection.Wishes:
         """The user's selection of layers, limited to experts if the container can hold only quantized experts."""
         return replace(self.wishes, preset="experts") if experts_only(self.form) else self.wishes
 
@@ -179,16 +170,16 @@ class Rules:
         """
         return hugging_face_names(unwrapped(name), layers=self._facts.layers)
 
-    def decisions(self, tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> dict[str, Decision]:
+    def decisions(self, tensors: Iterable[tuple[str, str, tuple[int, ...]]]) -> dict[str, selection.Decision]:
         """Decide for each tensor whether to quantize it, as the checkpoint converter would. Return a dict by name.
 
         Args:
             tensors: (Hugging Face name, safetensors dtype such as "BF16", shape) per tensor.
         """
         candidates = [self._candidate(*one) for one in tensors]
-        decisions = decide(candidates, self._wishes, self.form.row_multiple)
+        decisions = selection.decide(candidates, self._wishes, self.form.row_multiple)
         for one in candidates:
-            check_transposed(one, self._wishes, decisions[one.name])
+            selection.check_transposed(one, self._wishes, decisions[one.name])
         return decisions
 
     def why_not_in_blocks(self, name: str, dtype: str, shape: tuple[int, ...]) -> str:
@@ -201,16 +192,24 @@ class Rules:
         """
         block = self.form.row_multiple
         tensor = self._candidate(name, dtype, shape)
-        if not shape or self.decisions([(name, dtype, shape)])[name].reason != no_multiple(tensor.shape, block):
+        if not shape or self.decisions([(name, dtype, shape)])[name].reason != selection.no_multiple(
+            tensor.shape, block
+        ):
             return ""
         whole = replace(tensor, shape=(*tensor.shape[:-1], block))
-        return no_multiple(tensor.shape, block) if decide([whole], self._wishes, block)[name].converted else ""
+        return (
+            selection.no_multiple(tensor.shape, block)
+            if selection.decide([whole], self._wishes, block)[name].converted
+            else ""
+        )
 
-    def _candidate(self, name: str, dtype: str, shape: tuple[int, ...]) -> Candidate:
+    def _candidate(self, name: str, dtype: str, shape: tuple[int, ...]) -> selection.Candidate:
         """Return the description of a tensor that the function ``decide`` needs to tell whether to quantize it."""
         if len(shape) != 3:
-            return candidate(name, dtype, shape, self._facts)
-        return Candidate(name, name.removesuffix(".weight"), dtype, stack_shape(shape, self.config), self._facts)
+            return selection.candidate(name, dtype, shape, self._facts)
+        return selection.Candidate(
+            name, name.removesuffix(".weight"), dtype, stack_shape(shape, self.config), self._facts
+        )
 
 
 Named = tuple[str, Any]

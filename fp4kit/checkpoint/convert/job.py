@@ -25,19 +25,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from fp4kit.calibration import input_global_scale, input_scale
-from fp4kit.checkpoint.containers.table import (
-    CODES,
-    COLUMN_SCALE,
-    COMFY_AWQ,
-    COMFY_NVFP4,
-    INPUT_SCALE,
-    LOW_RANK_A,
-    MODELOPT_AWQ,
-    MODELOPT_NVFP4,
-    SCALES,
-    TENSOR_SCALE,
-    Container,
-)
+from fp4kit.checkpoint.containers import table
 from fp4kit.checkpoint.model.weights import Located, Weight
 from fp4kit.formats import E4M3, FLT_MAX, FLT_MIN
 from fp4kit.layouts import pack_gguf, swizzle_scales
@@ -63,17 +51,17 @@ class Sink(Protocol):
         """Append ``array`` to the data of ``part``, which the sink must accept (see ``has``)."""
 
 
-def target_of(have: Container | None, form: Container) -> Container:
+def target_of(have: table.Container | None, form: table.Container) -> table.Container:
     """Return the container to write for a weight: ``form``, except for AWQ layers."""
     # If ``have`` is AWQ, of Model-Optimizer or of ComfyUI, and ``form`` is NVFP4 of one of them, return the container
     # of AWQ that belongs to ``form``, so that the layer keeps its factors per column.
     return _AWQ.get(form, form) if have in _AWQ.values() else form
 
 
-_AWQ = {MODELOPT_NVFP4: MODELOPT_AWQ, COMFY_NVFP4: COMFY_AWQ}
+_AWQ = {table.MODELOPT_NVFP4: table.MODELOPT_AWQ, table.COMFY_NVFP4: table.COMFY_AWQ}
 
 
-def action_of(weight: Weight, form: Container | None) -> str:
+def action_of(weight: Weight, form: table.Container | None) -> str:
     """Return the action that brings a weight into the container to write (see the head of this file)."""
     have = weight.container
     if have is None and form is None:
@@ -85,7 +73,7 @@ def action_of(weight: Weight, form: Container | None) -> str:
     if weight.rotation:
         return REQUANTIZE
     if weight.update is not None:
-        plain = not {COLUMN_SCALE, LOW_RANK_A} & weight.parts.keys() and not is_rounded(weight)
+        plain = not {table.COLUMN_SCALE, table.LOW_RANK_A} & weight.parts.keys() and not is_rounded(weight)
         return MERGE if plain and have.same_codes(form) else REQUANTIZE
     if have.same_codes(form) and (form.rounds or not is_rounded(weight)):
         return RENAME
@@ -98,7 +86,7 @@ def action_of(weight: Weight, form: Container | None) -> str:
 
 def is_rounded(weight: Weight) -> bool:
     """Return whether decoding rounds the values of a weight to 16 bits, the dtype of its scales."""
-    place = weight.parts.get(SCALES, weight.parts.get(TENSOR_SCALE))
+    place = weight.parts.get(table.SCALES, weight.parts.get(table.TENSOR_SCALE))
     rounds = weight.container is not None and weight.container.rounds
     return rounds and place is not None and place.entry.dtype != "F32"
 
@@ -155,7 +143,7 @@ class Job:
     span: tuple[int, int] | None = None
     group: str = ""
     recipe: Recipe | None = None
-    form: Container | None = None
+    form: table.Container | None = None
     input_scale: float | None = None
     nonfinite: str = "error"
     transposed: bool = False
@@ -183,7 +171,7 @@ class Job:
         return self.recipe
 
     @property
-    def container(self) -> Container:
+    def container(self) -> table.Container:
         """The container to write: ``form``, which must not be None. An assertion fails if the output is unquantized."""
         assert self.form is not None
         return self.form
@@ -385,13 +373,13 @@ def put_rows(job: Job, output: Sink, codes: Any, scales: Any) -> None:
     # If the container stores swizzled scales, every call but the last must get a multiple of 128 rows.
     form = job.container
     if form.in_blocks:
-        output.put(CODES, pack_gguf(codes, scales, form.kind))
+        output.put(table.CODES, pack_gguf(codes, scales, form.kind))
         return
     if form.high_first:
         codes = (codes << np.uint8(4)) | (codes >> np.uint8(4))
-    output.put(CODES, codes)
-    if output.has(SCALES):
-        output.put(SCALES, swizzle_scales(scales, "swizzled_128x4") if form.swizzled else scales)
+    output.put(table.CODES, codes)
+    if output.has(table.SCALES):
+        output.put(table.SCALES, swizzle_scales(scales, "swizzled_128x4") if form.swizzled else scales)
 
 
 def usable_tensor_scale(scale: Any) -> bool:
@@ -411,13 +399,13 @@ def put_tensor_scale(job: Job, output: Sink, scale: np.float32, stored: np.float
             f"{shown(job.name)}: tensor scale is {scale}; a positive normal float32 is needed; "
             "leave the layer out with --keep, or use another recipe"
         )
-    output.put(TENSOR_SCALE, np.array([stored], np.float32))
+    output.put(table.TENSOR_SCALE, np.array([stored], np.float32))
 
 
 def put_input_scale(job: Job, output: Sink, scale: np.float32) -> None:
     """Write the input scale of a layer, or its reciprocal if the container stores divisors."""
     check_input_scale(job, scale)
-    output.put(INPUT_SCALE, np.array([np.float32(1) / scale if job.container.divides else scale], np.float32))
+    output.put(table.INPUT_SCALE, np.array([np.float32(1) / scale if job.container.divides else scale], np.float32))
 
 
 def check_input_scale(job: Job, stored: np.float32) -> None:
@@ -429,7 +417,7 @@ def check_input_scale(job: Job, stored: np.float32) -> None:
         )
 
 
-def input_scale_of(form: Container, amax: np.float32) -> np.float32:
+def input_scale_of(form: table.Container, amax: np.float32) -> np.float32:
     """Compute an input scale from the amax of a layer's inputs."""
     if form.kind == "fp8 tensor":  # Model-Optimizer 0.47 export/quant_utils.py get_activation_scaling_factor
         return np.float32(np.float32(amax) / np.float32(E4M3.max))
@@ -444,7 +432,7 @@ def put_given_input_scale(job: Job, output: Sink) -> None:
     # source belongs to the old codes.
     if job.input_amax is not None:
         stored = input_scale_of(job.container, np.float32(job.input_amax))
-        output.put(INPUT_SCALE, np.array([stored], np.float32))
+        output.put(table.INPUT_SCALE, np.array([stored], np.float32))
     elif job.input_scale is None:
         why = "gets new codes, so its old input scale is not valid; other layers have input scales"
         raise CheckpointError(f"{shown(job.name)}: {why}; give one with --input-scale, or --activations")

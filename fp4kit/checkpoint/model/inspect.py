@@ -17,16 +17,7 @@ import numpy as np
 
 from fp4kit.checkpoint.containers.config_entries import REFUSED, Item
 from fp4kit.checkpoint.containers.table import COLUMN_SCALE, SCALES, TENSOR_SCALE, Container
-from fp4kit.checkpoint.model import transforms
-from fp4kit.checkpoint.model.model_files import (
-    HF_QUANT_CONFIG,
-    Source,
-    check_kind_of_file,
-    hint_on_path,
-    load_configs,
-    open_model_files,
-    resolved,
-)
+from fp4kit.checkpoint.model import model_files, transforms
 from fp4kit.checkpoint.model.slabs import Readers, scalar_of, slabs
 from fp4kit.checkpoint.model.weights import Tensors, Weight
 from fp4kit.checkpoint.selection.names import RECIPE
@@ -40,7 +31,7 @@ from fp4kit.storage.files import CheckpointError, listed, read_header, shown
 from fp4kit.storage.gguf_file import first_parts_of, is_gguf, read_gguf_model
 
 
-class Checkpoint(Source):
+class Checkpoint(model_files.Source):
     """Describe a checkpoint by its files and configs, which may be missing: ``config`` is {} for a file, or without
     config.json. Everything else is derived from them on first use.
     """
@@ -87,17 +78,17 @@ class Checkpoint(Source):
 def inspect_checkpoint(path: str | Path) -> Checkpoint:
     """Return the checkpoint at ``path``: a model directory, a .safetensors file or a GGUF file."""
     place = Path(path)
-    if resolved(place).is_dir():
-        parts = open_model_files(place)
-        config, beside = load_configs(place)
+    if model_files.resolved(place).is_dir():
+        parts = model_files.open_model_files(place)
+        config, beside = model_files.load_configs(place)
         return Checkpoint(place, config, beside, *parts)
     if not os.path.lexists(place) and not first_parts_of(place):
         what = "a model directory, a .safetensors or a GGUF file is needed"
-        raise CheckpointError(f"{place}: does not exist; {what}{hint_on_path(place)}")
+        raise CheckpointError(f"{place}: does not exist; {what}{model_files.hint_on_path(place)}")
     try:
         return Checkpoint(place, {}, None, read_gguf_model(place) if is_gguf(place) else (read_header(place),))
     except CheckpointError:
-        check_kind_of_file(place)
+        model_files.check_kind_of_file(place)
         raise
 
 
@@ -121,10 +112,15 @@ def quantization_summary(checkpoint: Checkpoint) -> list[tuple[str, str]]:
         lines.append(("ignore", f"{_length(declared.get('ignore'))} patterns"))
     other = (checkpoint.hf_quant_config or {}).get("quantization")
     if isinstance(other, dict):
-        lines.append((HF_QUANT_CONFIG, f"{other.get('quant_algo')}, {_length(other.get('exclude_modules'))} patterns"))
+        lines.append(
+            (
+                model_files.HF_QUANT_CONFIG,
+                f"{other.get('quant_algo')}, {_length(other.get('exclude_modules'))} patterns",
+            )
+        )
         if isinstance(declared, dict) and other.get("quant_algo") != declared.get("quant_algo"):
-            both = f"config.json says {declared.get('quant_algo')}, {HF_QUANT_CONFIG} {other.get('quant_algo')}"
-            lines.append(("disagree", both))
+            names = model_files.HF_QUANT_CONFIG, other.get("quant_algo")
+            lines.append(("disagree", f"config.json says {declared.get('quant_algo')}, {names[0]} {names[1]}"))
     return lines
 
 
@@ -237,7 +233,7 @@ class QuantizedLayers(Mapping[str, Quantized]):
         return own if own is not None and form.stores(own) else _usual(weight, form)
 
 
-def recorded(checkpoint: Source) -> Recipe | None:
+def recorded(checkpoint: model_files.Source) -> Recipe | None:
     """Return the recipe that fp4kit recorded in a checkpoint; None if there is no record that can be read."""
     declared = checkpoint.config.get("quantization_config")
     own = declared.get("fp4kit") if isinstance(declared, dict) else None

@@ -49,17 +49,7 @@ from fp4kit.checkpoint.selection import names
 from fp4kit.checkpoint.selection.selection import DIFFUSERS_CLASS
 from fp4kit.lazy import lazy_property
 from fp4kit.recipes import Recipe
-from fp4kit.storage import gguf_file
-from fp4kit.storage.files import (
-    DTYPE_BITS,
-    CheckpointError,
-    SafetensorsFile,
-    TensorEntry,
-    file_order,
-    header_bytes,
-    nbytes_of,
-    shown,
-)
+from fp4kit.storage import files, gguf_file
 
 
 @dataclass(frozen=True)
@@ -88,12 +78,12 @@ class OutputFile:
             return gguf_file.gguf_header(
                 file, self.outputs, {**self.metadata, **self.numbers}, gguf_file.SPLIT_KEYS, self.is_first
             )
-        ordered = file_order(self.outputs)
-        header, found = header_bytes(ordered, self.metadata), {}
+        ordered = files.file_order(self.outputs)
+        header, found = files.header_bytes(ordered, self.metadata), {}
         position = len(header)
         for output in ordered:
             found[output.name] = position
-            position += nbytes_of(output.dtype, output.shape)
+            position += files.nbytes_of(output.dtype, output.shape)
         return header, found, position
 
 
@@ -107,9 +97,9 @@ def check_target(target: Path) -> None:
     # The destination must be DST.gguf, not DST-00001-of-00003.gguf.
     whole = gguf_file.whole_path(target)
     if whole != target:
-        raise CheckpointError(
-            f"{shown(str(target))}: is the name of one file of a split model; name the model without numbers,"
-            f" {shown(str(whole))}"
+        raise files.CheckpointError(
+            f"{files.shown(str(target))}: is the name of one file of a split model; name the model without numbers,"
+            f" {files.shown(str(whole))}"
         )
 
 
@@ -307,7 +297,7 @@ class Plan(PlanFacts):
             return ""
         count, declared = len(self.as_in_source), sum(self.as_in_source.values())
         dtypes = {tensor.dtype for tensor in self.tensors if tensor.name.removesuffix(".weight") in self.as_in_source}
-        bits = {DTYPE_BITS.get(dtype, 0) for dtype in dtypes}
+        bits = {files.DTYPE_BITS.get(dtype, 0) for dtype in dtypes}
         how = f"in {bits.pop()} bits" if len(bits) == 1 else "unquantized"
         why = "as the source declares" if declared else "as the source, which has quantized layers, stores them"
         if 0 < declared < count:
@@ -443,7 +433,7 @@ _WORDS = {
 }
 
 
-def _shard(plan: Plan, file: SafetensorsFile) -> ShardPlan:
+def _shard(plan: Plan, file: files.SafetensorsFile) -> ShardPlan:
     """Return the plan for one source file: what happens to its tensors, and the metadata of the output file."""
     parts = (part_names(plan.weights.values()) - set(plan.weights)) | plan.left_out
     parts |= plan.absorbed - set(plan.restored)
@@ -473,7 +463,7 @@ def _shard(plan: Plan, file: SafetensorsFile) -> ShardPlan:
     return ShardPlan(file.name, tensors, kept | own)
 
 
-def _tensor(plan: Plan, file: SafetensorsFile, entry: TensorEntry) -> TensorPlan:
+def _tensor(plan: Plan, file: files.SafetensorsFile, entry: files.TensorEntry) -> TensorPlan:
     """Return the plan for one tensor of a file, or for the weight whose values or codes the tensor holds."""
     name = entry.name
     if name in plan.restored:
@@ -489,8 +479,8 @@ def _tensor(plan: Plan, file: SafetensorsFile, entry: TensorEntry) -> TensorPlan
         if not plan.stays_quantized(weight):
             return _decoded(plan, weight, f"{reason}; decoded, because the output has another container")
         if weight.update is not None:
-            raise CheckpointError(
-                f"{shown(weight.name)}: the adapter has an update of this layer, which stays {weight.container};"
+            raise files.CheckpointError(
+                f"{files.shown(weight.name)}: the adapter has an update of this layer, which stays {weight.container};"
                 " leave the layer out of the adapter, or use --format bf16"
             )
         found = pieces(weight, weight.container, plan.config, table.INPUT_SCALE in weight.parts)

@@ -16,18 +16,7 @@ from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 
-from fp4kit.calibration import (
-    UNSEEN,
-    AmaxRule,
-    Collector,
-    Headroom,
-    Unseen,
-    expert_name,
-    expert_of,
-    filled,
-    input_global_scale,
-    input_scale,
-)
+from fp4kit import calibration
 from fp4kit.call.search_scales import check_e4m3_search, power_of
 from fp4kit.checkpoint.containers.table import Container
 from fp4kit.checkpoint.convert.job import SEARCHED, ChannelWeights
@@ -61,18 +50,23 @@ class Activations:
 
     amaxes: Mapping[str, np.float32] = field(repr=False)
     columns: Mapping[str, int] = field(repr=False)
-    unseen: Unseen = "error"
+    unseen: calibration.Unseen = "error"
     facts: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.unseen not in UNSEEN:
-            raise CheckpointError(f"unseen experts: {self.unseen} is unknown; use one of {', '.join(UNSEEN)}")
+        if self.unseen not in calibration.UNSEEN:
+            raise CheckpointError(
+                f"unseen experts: {self.unseen} is unknown; use one of {', '.join(calibration.UNSEEN)}"
+            )
         if not self.amaxes:
             raise CheckpointError("activations: no layer was measured; run the model in fp4kit.torch.collect")
 
     @classmethod
     def of(
-        cls, source: Collector | Iterable[str | Path], rule: AmaxRule | Headroom = "max", unseen: Unseen = "error"
+        cls,
+        source: calibration.Collector | Iterable[str | Path],
+        rule: calibration.AmaxRule | calibration.Headroom = "max",
+        unseen: calibration.Unseen = "error",
     ) -> Activations:
         """Return the activations that a Collector measured, or the combined activations of saved files.
 
@@ -99,7 +93,7 @@ class Activations:
             >>> Activations.of(collector).of_layers({"mlp.gate_proj": 16})
             {'mlp.gate_proj': np.float32(3.0)}
         """
-        paths = [] if isinstance(source, Collector) else [Path(path) for path in source]
+        paths = [] if isinstance(source, calibration.Collector) else [Path(path) for path in source]
         absent = next((path for path in paths if not path.is_file()), None)
         if absent is not None:
             raise CheckpointError(
@@ -107,7 +101,7 @@ class Activations:
                 " fp4kit.calibration.Collector.save wrote"
             )
         try:
-            collector = source if isinstance(source, Collector) else Collector.load(*paths)
+            collector = source if isinstance(source, calibration.Collector) else calibration.Collector.load(*paths)
             files = [{"name": path.name, "sha256": file_digest(path)} for path in paths]
             amaxes = collector.found(rule)
         except (ValueError, OSError) as error:
@@ -133,7 +127,11 @@ class Activations:
                 - The input scale of a layer is not a normal float32.
         """
         amaxes = {layer: self._amax_of(layer) for layer in layers}
-        stacks = {layer: expert.stack for layer, expert in zip(layers, map(expert_of, layers), strict=True) if expert}
+        stacks = {
+            layer: expert.stack
+            for layer, expert in zip(layers, map(calibration.expert_of, layers), strict=True)
+            if expert
+        }
         experts = {stack: self._experts_of(stack) for stack in {*stacks.values()}}
         missing = [layer for layer, amax in amaxes.items() if amax is None and not experts.get(stacks.get(layer, ""))]
         if missing:
@@ -150,14 +148,17 @@ class Activations:
         others = {name: amax for group in experts.values() for name, amax in group.items() if self.unseen == "layer"}
         own = {name: amax or np.float32(0) for name, amax in amaxes.items()}
         try:
-            found = filled("activations", {**others, **own}, self.unseen)
+            found = calibration.filled("activations", {**others, **own}, self.unseen)
         except ValueError as error:
             raise CheckpointError(str(error).replace("unseen='layer'", "--unseen-experts layer")) from None
         found = {layer: found[layer] for layer in layers if layer in found}
         unusable = [
             layer
             for layer, amax in found.items()
-            if not all(FLT_MIN <= scale <= FLT_MAX for scale in (input_scale(amax), input_global_scale(amax)))
+            if not all(
+                FLT_MIN <= scale <= FLT_MAX
+                for scale in (calibration.input_scale(amax), calibration.input_global_scale(amax))
+            )
         ]
         if unusable:
             raise CheckpointError(
@@ -178,7 +179,7 @@ class Activations:
         # An expert also counts as measured if its inputs were measured under the name of a layer that is fused with
         # this one.
         measured = {name for same in same_input_names(stack) for name in self._numbered.get(same, ())}
-        names = {expert_name("activations", stack, number) for number in measured}
+        names = {calibration.expert_name("activations", stack, number) for number in measured}
         return {name: self._amax_of(name) or np.float32(0) for name in sorted(names)}
 
     @lazy_property
@@ -186,7 +187,7 @@ class Activations:
         """A map from the name of an experts' layer, without the expert's number, to the numbers of measured experts."""
         found: dict[str, set[int]] = defaultdict(set)
         for name in self.amaxes:
-            expert = expert_of(name)
+            expert = calibration.expert_of(name)
             if expert is not None:
                 found[expert.stack].add(expert.number)
         return found
