@@ -19,7 +19,6 @@ import numpy as np
 from fp4kit.arguments import as_index
 from fp4kit.arithmetic import ieee
 from fp4kit.arrays import imports
-from fp4kit.arrays.imports import import_arrays, overlaps_itself
 from fp4kit.arrays.returns import library_of
 from fp4kit.formats import E4M3, E8M0, FLOATS
 from fp4kit.layouts import padded_shape
@@ -347,7 +346,7 @@ def import_out(op: str, out: Any) -> Any:
         for name, part in imported.parts().items():
             _check_places(op, f"out.{name}", part)
         return imported
-    imported = out if library is None else import_arrays(op, out=out)[0]
+    imported = out if library is None else imports.import_arrays(op, out=out)[0]
     _check_places(op, "out", imported)
     return imported
 
@@ -356,7 +355,7 @@ def _check_places(op: str, name: str, array: Any) -> None:
     """Raise ValueError if two elements of an output array share memory, as in an expanded tensor."""
     if not hasattr(array, "flags") or array.flags.c_contiguous or not getattr(array.flags, "writeable", True):
         return  # CuPy arrays have no such flag, and can always be written to
-    if overlaps_itself(array.shape, array.strides, array.dtype.itemsize):
+    if imports.overlaps_itself(array.shape, array.strides, array.dtype.itemsize):
         found = f"shape {array.shape}, strides {array.strides}"
         raise ValueError(
             f"{op}: {name} has elements that share memory, {found}; needs one place in memory for each element"

@@ -21,7 +21,6 @@ from fp4kit.arguments import is_one_of
 from fp4kit.calibration import RULES, UNSEEN
 from fp4kit.checkpoint.containers import config_entries, configs, table
 from fp4kit.checkpoint.containers.engines import Issue, comfy, finding, mlx
-from fp4kit.checkpoint.containers.table import INPUT_SCALE, TENSOR_SCALE, Container, container
 from fp4kit.checkpoint.convert.job import RENAME, input_scale_of
 from fp4kit.checkpoint.loaders import exclusions, requirements, support
 from fp4kit.checkpoint.model import model_files, transforms
@@ -79,7 +78,7 @@ def opened(root: Path) -> Checkpoint:
 def scalars_of(weights: Iterable[Weight]) -> dict[str, float]:
     """Return the stored tensor scales and input scales, as a dict: tensor name -> number."""
     single = [weight.parts for weight in weights if len(weight.shape) == 2]
-    places = [parts[part] for parts in single for part in (TENSOR_SCALE, INPUT_SCALE) if part in parts]
+    places = [parts[part] for parts in single for part in (table.TENSOR_SCALE, table.INPUT_SCALE) if part in parts]
     with Readers() as readers:
         return {place.entry.name: float(readers.array(place).reshape(-1)[0]) for place in places}
 
@@ -120,18 +119,18 @@ def _planned_scalar(
     """Return the number that a run would store for the part of a layer; None if the part is no scalar or not known."""
     weight, form = piece.weight, piece.form
     assert form is not None
-    if part not in (TENSOR_SCALE, INPUT_SCALE):
+    if part not in (table.TENSOR_SCALE, table.INPUT_SCALE):
         return None
     if tensor.action == RENAME and part in weight.parts and weight.container is not None:
         stored = np.float32(scalar_of(readers, weight, part, piece.expert))
         if weight.container.direction == form.direction:
             return stored
         scale = weight.container.multiplier(stored)
-    elif tensor.action == RENAME and part == TENSOR_SCALE:
+    elif tensor.action == RENAME and part == table.TENSOR_SCALE:
         scale = np.float32(1)
-    elif part == INPUT_SCALE and piece.module in plan.input_amaxes:
+    elif part == table.INPUT_SCALE and piece.module in plan.input_amaxes:
         return input_scale_of(form, plan.input_amaxes[piece.module])
-    elif part == INPUT_SCALE and plan.request.input_scale is not None:
+    elif part == table.INPUT_SCALE and plan.request.input_scale is not None:
         scale = np.float32(plan.request.input_scale)
     else:
         return None
@@ -201,13 +200,14 @@ def unlike_activations(
     """Yield an error for every NVFP4 layer whose stored input scale does not follow from measured activations."""
     # The stored float32 must equal the input scale that is computed from the activations, bit for bit.
     # Layers without an input scale are ignored, because another check reports them (see loaders/requirements.py).
-    layers = {weight.name: weight for weight in _nvfp4(weights) if INPUT_SCALE in weight.parts}
+    layers = {weight.name: weight for weight in _nvfp4(weights) if table.INPUT_SCALE in weight.parts}
     amaxes = activations.of_layers({name: weight.shape[-1] for name, weight in layers.items()})
     for name, amax in amaxes.items():
-        form, entry = layers[name].form, layers[name].parts[INPUT_SCALE].entry
+        form, entry = layers[name].form, layers[name].parts[table.INPUT_SCALE].entry
         expected = input_scale_of(form, amax)
         if entry.name in stored and np.float32(stored[entry.name]) != expected:
-            text = f"{form.suffixes[INPUT_SCALE][1:]} is {stored[entry.name]:.9g}; the activations give {expected:.9g}"
+            suffix, value = form.suffixes[table.INPUT_SCALE], stored[entry.name]
+            text = f"{suffix[1:]} is {value:.9g}; the activations give {expected:.9g}"
             yield Issue("error", name, text)
 
 
@@ -222,7 +222,7 @@ def recorded_activations(root: Path) -> tuple[Any, Any]:
 
 def _amax_of(weight: Weight, stored: Mapping[str, float]) -> float:
     """Return the input amax of a layer, 2688 * input scale, as it follows from the stored scale or divisor."""
-    place = weight.parts.get(INPUT_SCALE)
+    place = weight.parts.get(table.INPUT_SCALE)
     value = 0.0 if place is None else stored.get(place.entry.name, 0.0)
     if not (math.isfinite(value) and value > 0):
         return 0.0
@@ -359,7 +359,7 @@ def loader_issues(model: Checkpoint, tensor_scales: Mapping[str, float]) -> Iter
 
 
 def _only_engine(
-    model: Checkpoint, form: Container | None, config: Mapping[str, Any]
+    model: Checkpoint, form: table.Container | None, config: Mapping[str, Any]
 ) -> tuple[str, Iterable[tuple[str, str]]] | None:
     """Return (engine, faults as (name, text)) for the formats that only one engine loads; None for all others."""
     if model_files.is_gguf_config(config):
@@ -378,7 +378,7 @@ def _only_engine(
 
 
 def _required(
-    model: Checkpoint, form: Container | None, config: Mapping[str, Any], tensor_scales: Mapping[str, float]
+    model: Checkpoint, form: table.Container | None, config: Mapping[str, Any], tensor_scales: Mapping[str, float]
 ) -> Iterator[Issue]:
     """Yield what the engines require of the layers in ``form``, then of the layers in other containers."""
 
@@ -396,7 +396,7 @@ def _required(
         declared = configs.declared_for(form.kind, name, config)
         yield from findings(name, lambda tensor: tensor not in left_out, declared)
         yield from (Issue("error", layer, _UNLISTED, "vLLM") for layer in configs.unlisted_layers(config, model.layers))
-        ids = [name, *(_container_id(container(one), (), config) for one in others)]
+        ids = [name, *(_container_id(table.container(one), (), config) for one in others)]
         yield from (Issue("warning", "model", text) for text in support.mixture_warnings(ids))
     else:
         declared = configs.declared_for(form.kind, name, config) if others and form is not None else config
@@ -404,10 +404,10 @@ def _required(
         yield from _exclusions(model, name, form, config)
     for other, layers in others.items():
         own = [model.layers[layer] for layer in layers]
-        known = _container_id(container(other), own, config)
+        known = _container_id(table.container(other), own, config)
         if known in configs.LOADED:
             is_own = part_names(own).__contains__
-            yield from findings(known, is_own, configs.declared_for(container(other).kind, known, config))
+            yield from findings(known, is_own, configs.declared_for(table.container(other).kind, known, config))
         else:
             yield _unknown(other, layers)
 
@@ -428,7 +428,7 @@ def _unknown(container: str, layers: list[str]) -> Issue:
     return Issue("warning", "model", text)
 
 
-def _other_layers(model: Checkpoint, form: Container | None) -> dict[str, list[str]]:
+def _other_layers(model: Checkpoint, form: table.Container | None) -> dict[str, list[str]]:
     """Return the layers of a mixed checkpoint that are in other containers than ``form``, as {container: layer
     names}.
     """
@@ -443,17 +443,17 @@ def _other_layers(model: Checkpoint, form: Container | None) -> dict[str, list[s
     return found
 
 
-def _form(weights: Iterable[Weight]) -> Container | None:
+def _form(weights: Iterable[Weight]) -> table.Container | None:
     """Return the container that most layers have, or None if no layer is quantized."""
     # Containers that ``--format`` can write take precedence, because the requirements of engines are known only for
     # them.
     # Count containers by name, because the block of an FP8 container may depend on the row length of its layer.
-    counts = Counter(container(weight.form.name) for weight in weights)
+    counts = Counter(table.container(weight.form.name) for weight in weights)
     usable = {form: count for form, count in counts.items() if form.format} or counts
     return max(usable, key=lambda form: usable[form], default=None)
 
 
-def _container_id(form: Container, weights: Iterable[Weight], config: Mapping[str, Any]) -> str:
+def _container_id(form: table.Container, weights: Iterable[Weight], config: Mapping[str, Any]) -> str:
     """Return the name by which loaders/ knows the container ``form``, such as "modelopt NVFP4"."""
     declared = config.get("quantization_config")
     method = declared.get("quant_method") if isinstance(declared, Mapping) else None
@@ -469,7 +469,9 @@ def _container_id(form: Container, weights: Iterable[Weight], config: Mapping[st
     return configs.container_id(form, 2 * sum(have) > len(have))
 
 
-def _exclusions(model: Checkpoint, name: str, form: Container | None, config: Mapping[str, Any]) -> Iterator[Issue]:
+def _exclusions(
+    model: Checkpoint, name: str, form: table.Container | None, config: Mapping[str, Any]
+) -> Iterator[Issue]:
     """Yield a finding for each module that an engine would load wrongly because of the checkpoint's exclusion list."""
     declared = config.get("quantization_config")
     syntax = configs.LOADED[name].syntax
@@ -506,7 +508,7 @@ def unquantized_by_engine(model: Checkpoint) -> dict[str, dict[str, bool]]:
     return exclusions.unquantized(name, patterns, modules, config)
 
 
-def _unquantized(model: Checkpoint, form: Container) -> list[str]:
+def _unquantized(model: Checkpoint, form: table.Container) -> list[str]:
     """Return the names of the unquantized linear layers and stacks of experts, which must be in the exclusion list."""
     facts = selection.model_facts(model.config or {})
     parts = part_names(model.layers.values())

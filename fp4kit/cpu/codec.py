@@ -32,7 +32,6 @@ from fp4kit.reference import four_over_six
 from fp4kit.reference import quantize as specification
 from fp4kit.reference.block_rules import BLOCK_RULES
 from fp4kit.reference.codec import decode, spread_rows
-from fp4kit.reference.quantize import EncodeOptions, encode_elements
 from fp4kit.reference.stochastic import GivenNumbers, RandomStream
 from fp4kit.reference.tensor_rules import TensorScale, stored_tensor_scale, tensor_scale
 
@@ -181,7 +180,7 @@ def _element_codes(x: np.ndarray, r: Recipe) -> np.ndarray:
     """Return the codes to which the specification rounds elements x, float32 (n,), that are already scaled."""
     one = np.ones(1, np.float32)
     tensor = tensor_scale(None, r, x.dtype)
-    return encode_elements(x.reshape(1, 1, -1), one, r, x.dtype, None, tensor).reshape(-1)
+    return specification.encode_elements(x.reshape(1, 1, -1), one, r, x.dtype, None, tensor).reshape(-1)
 
 
 def _scale_codes(x: np.ndarray, r: Recipe) -> np.ndarray:
@@ -388,7 +387,7 @@ def quantize_matrix(
     amax: np.ndarray | None,
     packed: np.ndarray,
     scales: np.ndarray | None,
-    options: EncodeOptions,
+    options: specification.EncodeOptions,
 ) -> None:
     """Quantize a matrix x (M, K), and write its codes into packed and its block scales into scales."""
     tensor, factors = tensor_scale(amax, recipe, x.dtype).columns(recipe), None
@@ -412,7 +411,7 @@ def encode_matrix(
     tensor: TensorScale,
     scales: np.ndarray | None,
     packed: np.ndarray,
-    options: EncodeOptions,
+    options: specification.EncodeOptions,
 ) -> None:
     """Encode a matrix x (M, K) under given scales, and write its codes into packed."""
     if (reason := not_encoded_under_scales(recipe)) is not None:
@@ -473,7 +472,7 @@ def _encode(
     kernels: Kernels,
     packed: np.ndarray,
     scales: np.ndarray | None,
-    options: EncodeOptions,
+    options: specification.EncodeOptions,
     scale: TensorScale,
     factors: np.ndarray | None,
 ) -> Iterator[Cut]:
@@ -590,12 +589,14 @@ def _cut(r: Recipe, cut: Cut, x: np.ndarray, packed: np.ndarray, scales: np.ndar
     return [x[rows, columns], packed[rows, codes], None if scales is None else scales[rows, blocks_of(columns, r)]]
 
 
-def cut_options(options: EncodeOptions, rows: slice, columns: slice, r: Recipe) -> EncodeOptions:
+def cut_options(
+    options: specification.EncodeOptions, rows: slice, columns: slice, r: Recipe
+) -> specification.EncodeOptions:
     """Return the EncodeOptions for some rows and columns of a matrix: the block amaxes and random numbers there."""
     amax, random = options.block_amax, options.random
     if amax is not None:
         amax = amax[rows.start // r.block_rows : -(-rows.stop // r.block_rows), blocks_of(columns, r)]
-    return EncodeOptions(amax, None if random is None else random.cut(rows, columns), options.hadamard)
+    return specification.EncodeOptions(amax, None if random is None else random.cut(rows, columns), options.hadamard)
 
 
 # With at least this many blocks, one table of values per scale code (256 tables) costs less than one table per block.

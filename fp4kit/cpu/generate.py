@@ -14,9 +14,8 @@ from pathlib import Path
 from fp4kit.cpu.codec import computed_format, decode_key, element_key, rule_key, tensor_key, top_rule
 from fp4kit.cuda.compiler import constant, decode_rule, format_struct
 from fp4kit.formats import E2M1, E4M3, ElementFormat, IntegerOrFloat
-from fp4kit.recipes import Recipe, recipes
+from fp4kit.recipes import Recipe, recipe, recipes
 from fp4kit.recipes.schema import as_stored, decoding, faking, then_encodes
-from fp4kit.recipes.table import recipe
 
 PATH = Path(__file__).parent / "source" / "recipes.inc"
 

@@ -17,7 +17,6 @@ from numpy.typing import ArrayLike
 
 from fp4kit.arrays import imports
 from fp4kit.cuda import compiler
-from fp4kit.cuda.compiler import Trait, instantiation
 
 THREADS = 256  # threads per thread block
 BLOCKS_PER_SM = 16  # the most thread blocks per multiprocessor, unless a launcher chooses another limit
@@ -286,7 +285,7 @@ def function_of(
     kernel: str,
     device: int,
     struct: str,
-    traits: tuple[tuple[str, Trait], ...],
+    traits: tuple[tuple[str, compiler.Trait], ...],
     small: bool | None = None,
     threads: int = THREADS,
 ) -> Any:
@@ -296,12 +295,12 @@ def function_of(
     """
     values: dict[str, Any] = dict(traits) | ({"threads": threads} if threads != THREADS else {})
     if small is None:
-        return compiler.function(instantiation(file, struct, **values), f"{kernel}_kernel", device)
-    source = instantiation(file, struct, kernel, **values, kSmall=small)
+        return compiler.function(compiler.instantiation(file, struct, **values), f"{kernel}_kernel", device)
+    source = compiler.instantiation(file, struct, kernel, **values, kSmall=small)
     return compiler.function(source, f"grouped_{kernel}_kernel", device)
 
 
-def row_function(kernel: str, device: int, struct: str, *traits: Trait, small: bool | None = None) -> Any:
+def row_function(kernel: str, device: int, struct: str, *traits: compiler.Trait, small: bool | None = None) -> Any:
     """Return the compiled kernel of a row of LAUNCHES, with the values of its traits, as a CuPy function."""
     row = row_of(kernel, device)
     values = tuple(zip(row.traits.split(), traits, strict=True))
@@ -310,7 +309,7 @@ def row_function(kernel: str, device: int, struct: str, *traits: Trait, small: b
 
 @lru_cache(CACHE_SIZE)
 def prepared(
-    kernel: str, work: int, sizes: tuple[int, ...], device: int, traits: tuple[Trait, ...], struct: str = ""
+    kernel: str, work: int, sizes: tuple[int, ...], device: int, traits: tuple[compiler.Trait, ...], struct: str = ""
 ) -> Launch:
     """Return the prepared launch of a row of LAUNCHES with fixed sizes. `work` is the most threads that have work, or
     the most thread blocks if the row is fixed.
@@ -438,7 +437,7 @@ def prepare_rows(
     kernel: str,
     device: int,
     struct: str,
-    traits: tuple[Trait, ...],
+    traits: tuple[compiler.Trait, ...],
     members: Sequence[tuple[int, ...]],
     aligned_runs: ArrayLike,
     pieces: np.ndarray,

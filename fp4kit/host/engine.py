@@ -30,7 +30,6 @@ from fp4kit.call.parse import (
     with_amaxes,
 )
 from fp4kit.call.search_scales import Search
-from fp4kit.layouts import padded_shape, swizzle_scales, unpack, unswizzle_scales
 from fp4kit.quantized.container import Quantized, assembled, packed_shape, scale_shape, tensor_amax_shape
 from fp4kit.recipes.schema import Recipe, faking
 from fp4kit.reference import quantize as reference
@@ -61,7 +60,6 @@ from fp4kit.reference.dequantize import (
 from fp4kit.reference.fake import FAKE_RULES, clip_gradient
 from fp4kit.reference.matmul import Factor, as_terms, rounded, scaled, sums
 from fp4kit.reference.search import chosen_amaxes, search_amaxes, search_e4m3, search_powers, searched
-from fp4kit.reference.stochastic import GivenNumbers, MslkStream, RandomNumbers, ScaleStream, stream_of
 from fp4kit.reference.tensor_rules import TensorScale, encoding_scale, stored_tensor_scale, tensor_scale
 from fp4kit.types import ScaleLayout
 
@@ -170,7 +168,7 @@ def quantize(call: Call, functions: MatrixFunctions = SPECIFICATION) -> Quantize
     if given:
         parts["block_scale"] = call.block_scale
     elif scales is not None and call.layout != "linear":
-        parts["block_scale"] = swizzle_scales(scales, call.layout)
+        parts["block_scale"] = layouts.swizzle_scales(scales, call.layout)
     if amax is not None:
         parts["tensor_scale"] = np.asarray(tensor_scale(amax, r, call.x.dtype).decode, np.float32)
     if out is None:
@@ -199,7 +197,7 @@ def _output_arrays(call: Call) -> tuple[np.ndarray, np.ndarray | None]:
     if r.scale is None:
         return packed, None
     if call.has_scales:
-        return packed, unswizzle_scales(call.block_scale, call.layout, scale_shape(shape, r))
+        return packed, layouts.unswizzle_scales(call.block_scale, call.layout, scale_shape(shape, r))
     use_out = out is not None and call.layout == "linear" and out.block_scale.flags.c_contiguous
     return packed, out.block_scale if out is not None and use_out else np.empty(scale_shape(shape, r), np.uint8)
 
@@ -226,15 +224,15 @@ def _quantize_matrices(
             functions.quantize(matrix, r, part_for_matrix(amax, r, i, (B, M)), codes[i], matrix_scales, options)
 
 
-def _random_numbers(random: Any, r: Recipe, i: int, shape: tuple[int, int]) -> RandomNumbers | None:
+def _random_numbers(random: Any, r: Recipe, i: int, shape: tuple[int, int]) -> stochastic.RandomNumbers | None:
     """Return the source of the random numbers for matrix i of a call; None for nearest rounding (random is None)."""
     if random is None:
         return None
     if isinstance(random, np.ndarray):
-        return GivenNumbers(stack(random, r, True)[i])
-    if isinstance(random, MslkStream | ScaleStream):
+        return stochastic.GivenNumbers(stack(random, r, True)[i])
+    if isinstance(random, stochastic.MslkStream | stochastic.ScaleStream):
         return random
-    return stream_of(r, random, i * prod(shape), shape[1])
+    return stochastic.stream_of(r, random, i * prod(shape), shape[1])
 
 
 # ---- values ----
@@ -254,7 +252,7 @@ def dequantize(
         B = moved.size // (M * K)
         packed, matrices, scales = q.packed.reshape(B, M, -1), moved.reshape(B, M, K), None
         if q.block_scale is not None:
-            scales = unswizzle_scales(q.block_scale, q.scale_layout, q.scale_shape).reshape(B, M, -1)
+            scales = layouts.unswizzle_scales(q.block_scale, q.scale_layout, q.scale_shape).reshape(B, M, -1)
         tensor = stored_tensor_scale(q.tensor_scale, q.tensor_amax, q.recipe, q.dtype)
         for i in range(B):
             part = TensorScale(*(part_for_matrix(np.asarray(p), q.recipe, i, (B, M)) for p in tensor))
@@ -326,7 +324,7 @@ def _fake_matrix(
     r: Recipe,
     amaxes: tuple[np.ndarray | None, np.ndarray | None],
     values: np.ndarray,
-    random: RandomNumbers | None,
+    random: stochastic.RandomNumbers | None,
 ) -> None:
     """Fake-quantize a matrix by r.fake_rule, and write the result to `values`. amaxes: of the tensor, of blocks."""
     rule, (amax, block_amax) = FAKE_RULES[r.fake_rule or ""], amaxes
@@ -398,7 +396,7 @@ def _rows(x: Operand, i: int, rows: slice, multiple: int, order: str | None) -> 
     """Return (factor, scales): some decoded rows of matrix i of an operand, and the tensor scales of these rows."""
     i = min(i, x.codes.shape[0] - 1)  # an operand with batch 1 belongs to all matrices
     codes, decoding = x.codes[i, rows], decoding_of(x.element)
-    codes = unpack(codes) if x.element == "E2M1" else codes
+    codes = layouts.unpack(codes) if x.element == "E2M1" else codes
     missing = -x.k % multiple
     codes = np.pad(codes, ((0, 0), (0, missing)))
     values = codes.view(np.float32).astype(np.float64) if x.element == "float32" else decoding.values[codes]
@@ -430,19 +428,19 @@ def transpose(
     *lead, M, K = q.moved_shape
     B, size, shape = prod(lead), q.recipe.block_size, (*lead, K, M)
     packed = packed.reshape(B, M, packed.shape[-1])
-    scales = unswizzle_scales(scales, q.scale_layout, q.scale_shape).reshape(B, M, K // size)
+    scales = layouts.unswizzle_scales(scales, q.scale_layout, q.scale_shape).reshape(B, M, K // size)
     codes = np.empty((B, *packed_shape((K, M), q.recipe)), np.uint8)
     linear = np.empty((B, *scale_shape((K, M), q.recipe)), np.uint8)
     for i in range(B):
         codes[i] = codes_of(packed[i], q.recipe.element.packing)
         linear[i] = transpose_scales(scales[i], size)
     linear = linear.reshape(scale_shape(shape, q.recipe))
-    return codes.reshape(packed_shape(shape, q.recipe)), swizzle_scales(linear, q.scale_layout)
+    return codes.reshape(packed_shape(shape, q.recipe)), layouts.swizzle_scales(linear, q.scale_layout)
 
 
 def swizzle(scales: np.ndarray, source: str, target: str, shape: tuple[int, ...]) -> np.ndarray:
     """Return block scales, uint8, converted from layout `source` to layout `target`."""
-    return swizzle_scales(unswizzle_scales(scales, source, shape), target)
+    return layouts.swizzle_scales(layouts.unswizzle_scales(scales, source, shape), target)
 
 
 def pack(codes: np.ndarray) -> np.ndarray:
@@ -618,7 +616,7 @@ class HostStages:
         self.quantized = []
         for shape, value in zip(shapes, values, strict=True):
             packed = np.zeros(packed_shape(shape, r), np.uint8)
-            scales = np.zeros(padded_shape(scale_shape(shape, r), layout), np.uint8)
+            scales = np.zeros(layouts.padded_shape(scale_shape(shape, r), layout), np.uint8)
             scale, amax = (None if r.tensor_scaling == "none" else np.zeros((), np.float32) for _ in range(2))
             self.quantized.append(Quantized(packed, scales, scale, amax, shape, value.dtype, -1, r, layout))
         self.columnwise = [self._transposed(q) for q in self.quantized] if columnwise else []
@@ -656,7 +654,7 @@ class HostStages:
             tensor = tensor_scale(self._tensor_amaxes[t], q.recipe, q.dtype)
             with np.errstate(all="ignore"):
                 codes = BLOCK_RULES[q.recipe.block_rule or ""].code(amax, tensor, q.recipe, q.dtype)
-            q.block_scale[...] = swizzle_scales(spread_rows(codes, q.recipe, q.shape[0]), self._layout)
+            q.block_scale[...] = layouts.swizzle_scales(spread_rows(codes, q.recipe, q.shape[0]), self._layout)
             if q.tensor_scale is not None:
                 q.tensor_scale[...], q.tensor_amax[...] = tensor.decode, self._tensor_amaxes[t]
 

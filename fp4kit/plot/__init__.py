@@ -30,8 +30,7 @@ from fp4kit.ops.quantize import dequantize, quantize
 from fp4kit.plot.style import BLUE, GREY, MARKS, ORANGE, axes, without_frame
 from fp4kit.quantized.container import Quantized
 from fp4kit.quantized.slicing import on_host
-from fp4kit.recipes import Recipe
-from fp4kit.recipes.table import recipe_of
+from fp4kit.recipes import Recipe, recipe_of
 from fp4kit.types import RecipeId
 
 __all__ = [

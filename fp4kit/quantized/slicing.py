@@ -15,7 +15,6 @@ import numpy as np
 
 from fp4kit.arguments import as_index, written
 from fp4kit.arrays import imports, returns
-from fp4kit.arrays.returns import TORCH, library_of
 from fp4kit.formats import FLOATS, bit_patterns
 from fp4kit.layouts import TILE_COLUMNS, padded_shape, tile_rows
 from fp4kit.quantized.container import FACTS, PARTS, Quantized, assembled
@@ -171,7 +170,7 @@ def moved_to(q: Quantized, target: Any) -> Quantized:
     ):
         needed = "'numpy', 'cupy', 'torch', 'jax', or a device such as 'cpu' or 'cuda:0'"
         raise ValueError(f"Quantized: to({target!r}); needs {needed}")
-    if name in ("cpu", "cuda") and library_of(q.packed) is TORCH:
+    if name in ("cpu", "cuda") and returns.library_of(q.packed) is returns.TORCH:
         return q.with_parts(lambda tensor: tensor.to(str(target)))
     if name in ("torch", "jax"):
         return _given_to(q.imported(), name)

@@ -36,7 +36,6 @@ from safetensors import SafetensorError, deserialize
 from safetensors.numpy import save
 
 from fp4kit import arguments
-from fp4kit.arguments import as_index, as_indices, as_mapping, as_word
 from fp4kit.arithmetic import ieee
 from fp4kit.arrays import imports
 from fp4kit.call.parse import check_float
@@ -246,9 +245,9 @@ def _wanted(named: Mapping[AmaxName, Any], stated: Any, requested: Mapping[str, 
     ):
         raise ValueError(f"{op}: its metadata says experts {stated!r}; needs a positive number per quantizer")
     count_of = {AmaxName.parse(key): n for key, n in stated.items()}
-    for pattern, number in as_mapping(op, "experts", requested).items():
-        n = as_index(op, f"experts[{pattern!r:.60}]", number)
-        as_word(op, "a wildcard of experts", pattern)
+    for pattern, number in arguments.as_mapping(op, "experts", requested).items():
+        n = arguments.as_index(op, f"experts[{pattern!r:.60}]", number)
+        arguments.as_word(op, "a wildcard of experts", pattern)
         bases = {name.at(None) for name in (*named, *count_of) if name.matches(pattern)}
         if not bases:
             raise ValueError(f"{op}: {pattern!r} matches no key; needs a wildcard that matches a quantizer")
@@ -339,7 +338,7 @@ class AmaxState(Mapping[str, Any]):
     """
 
     def __init__(self, named: Mapping[AmaxName, Any]) -> None:
-        if not all(isinstance(name, AmaxName) for name in as_mapping("AmaxState", "named", named)):
+        if not all(isinstance(name, AmaxName) for name in arguments.as_mapping("AmaxState", "named", named)):
             raise TypeError("AmaxState: named has keys that are not AmaxName; make them with AmaxName.parse")
         ordered = {name: named[name] for name in sorted(named, key=AmaxName.order)}
         self.named: Mapping[AmaxName, Any] = MappingProxyType(ordered)
@@ -362,7 +361,7 @@ class AmaxState(Mapping[str, Any]):
     def select(self, *patterns: str) -> AmaxState:
         """Return a state with only the keys that match at least one of the wildcards (fnmatch; case matters)."""
         for pattern in patterns:
-            if not any(name.matches(as_word("select", "a pattern", pattern)) for name in self.named):
+            if not any(name.matches(arguments.as_word("select", "a pattern", pattern)) for name in self.named):
                 raise ValueError(
                     f"select: {pattern!r} matches none of {len(self)} keys, such as {next(iter(self), None)!r}"
                 )
@@ -370,7 +369,10 @@ class AmaxState(Mapping[str, Any]):
 
     def fit(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
         """Return the amaxes for a caller's buffers: {key: amax} with exactly the keys and shapes in ``shapes``."""
-        shapes = {key: arguments.as_shape("fit", shape) for key, shape in as_mapping("fit", "shapes", shapes).items()}
+        shapes = {
+            key: arguments.as_shape("fit", shape)
+            for key, shape in arguments.as_mapping("fit", "shapes", shapes).items()
+        }
         key_of = dict(zip(_named(shapes, "fit"), shapes, strict=True))
         for name in [*(n for n in key_of if n not in self.named), *(n for n in self.named if n not in key_of)]:
             what = "missing in the state" if name in key_of else "in the state, but not requested"
@@ -403,10 +405,10 @@ class AmaxState(Mapping[str, Any]):
         self, comm: Communicator, *, experts: str = "*", numbers: Sequence[int] | None = None, count: int | None = None
     ) -> AmaxState:
         """Merge the states of all expert-parallel ranks."""
-        as_word("gather", "experts", experts)
-        count = None if count is None else as_index("gather", "count", count)
+        arguments.as_word("gather", "experts", experts)
+        count = None if count is None else arguments.as_index("gather", "count", count)
         own = {name.key(): value for name, value in on_host(self.named).items()}
-        facts = {"numbers": None if numbers is None else as_indices("gather", "numbers", numbers)}
+        facts = {"numbers": None if numbers is None else arguments.as_indices("gather", "numbers", numbers)}
         named: dict[AmaxName, Any] = {}
         offsets: dict[AmaxName, int] = defaultdict(int)
         for rank, data in enumerate(all_gather_bytes(comm, encode(own, facts))):
@@ -429,9 +431,9 @@ class AmaxState(Mapping[str, Any]):
 
     def part(self, rank: int, size: int, *, experts: str = "*", numbers: Sequence[int] | None = None) -> AmaxState:
         """Return one rank's part of a gathered state, for ``size`` ranks."""
-        rank, size = as_index("part", "rank", rank), as_index("part", "size", size)
-        given_numbers = None if numbers is None else as_indices("part", "numbers", numbers)
-        as_word("part", "experts", experts)
+        rank, size = arguments.as_index("part", "rank", rank), arguments.as_index("part", "size", size)
+        given_numbers = None if numbers is None else arguments.as_indices("part", "numbers", numbers)
+        arguments.as_word("part", "experts", experts)
         if not 0 <= rank < size:
             raise ValueError(f"part: rank {rank} of {size}; needs 0 to {size - 1}")
         named = {name: v for name, v in self.named.items() if name.index is None or not name.matches(experts)}

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from fp4kit.checkpoint.containers import table
-from fp4kit.checkpoint.containers.table import MLX_GLOBAL, Container
 from fp4kit.recipes import RECIPES, Recipe, several
 from fp4kit.storage.files import CheckpointError, shown
 
@@ -65,9 +64,9 @@ class _Writer:
 
     FORMAT: str
     ENGINE: str
-    FORMS: tuple[Container, ...]
+    FORMS: tuple[table.Container, ...]
 
-    def form_for(self, recipe: Recipe) -> Container:
+    def form_for(self, recipe: Recipe) -> table.Container:
         """Return the container in FORMS that stores a recipe's codes and scales."""
         for form in self.FORMS:
             if form.stores(recipe):
@@ -88,7 +87,7 @@ class _Comfy(_Writer):
     FORMAT, ENGINE = table.COMFY_NVFP4.format, "ComfyUI"
     FORMS = (table.COMFY_NVFP4, table.COMFY_MXFP8, table.COMFY_FP8, table.COMFY_E5M2)
 
-    def check(self, form: Container, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    def check(self, form: table.Container, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Raise CheckpointError for the first layer that ComfyUI's loader would pad or reject if it were quantized."""
         for name, text in self.troubles({name: (form, shape) for name, shape in shapes.items()}):
             raise CheckpointError(f"{shown(name)}: {text}; leave it out with --keep")
@@ -99,7 +98,7 @@ class _Comfy(_Writer):
             if dtype != "F32":
                 yield name, f"is {dtype}; {self.ENGINE} needs F32; fp4kit convert --format {self.FORMAT} writes it"
 
-    def troubles(self, layers: Mapping[str, tuple[Container, tuple[int, ...]]]) -> Iterator[tuple[str, str]]:
+    def troubles(self, layers: Mapping[str, tuple[table.Container, tuple[int, ...]]]) -> Iterator[tuple[str, str]]:
         """Yield (layer name, fault as text) for each layer that ComfyUI's loader would pad or reject."""
         for name, (form, shape) in layers.items():
             multiple = _ROWS[form.kind]
@@ -129,11 +128,11 @@ class _Mlx(_Writer):
     _LOSING = frozenset({"ernie4_5_moe", "mellum", "qwen3_moe"})
 
     def why_not(self, recipe: Recipe) -> str:
-        if MLX_GLOBAL.stores(recipe):
+        if table.MLX_GLOBAL.stores(recipe):
             return "has a tensor scale, which linear layers of mlx-lm do not support"
         return "cannot be stored by mlx-lm"
 
-    def declaration(self, form: Container) -> dict[str, Any]:
+    def declaration(self, form: table.Container) -> dict[str, Any]:
         """Return the object that declares one of MLX's containers in config.json, under the key ``quantization``."""
         return {"group_size": form.group_size, "bits": form.element.bits, "mode": form.kind}
 
@@ -152,7 +151,7 @@ class _Mlx(_Writer):
                 f" {self.ENGINE} loads it; supported are {usable}"
             )
 
-    def troubles(self, config: Mapping[str, Any], layers: Mapping[str, Container]) -> Iterator[tuple[str, str]]:
+    def troubles(self, config: Mapping[str, Any], layers: Mapping[str, table.Container]) -> Iterator[tuple[str, str]]:
         """Yield (module or file, fault) for each reason why mlx-lm would reject a directory or load it wrongly."""
         declared = config.get("quantization")
         if not isinstance(declared, Mapping):
@@ -164,7 +163,7 @@ class _Mlx(_Writer):
             is_other = isinstance(own, Mapping) and any(own.get(key) != one for key, one in needed.items())
             if own is False or is_other:
                 yield name, f"config.json declares {own}, but its tensors are {needed}"
-            elif form is MLX_GLOBAL and "switch_mlp" not in name.split("."):
+            elif form is table.MLX_GLOBAL and "switch_mlp" not in name.split("."):
                 yield name, "has a global_scale, which mlx-lm reads only for experts (switch_mlp)"
 
 

@@ -15,7 +15,6 @@ import numpy as np
 
 from fp4kit.checkpoint.identify import diagnose
 from fp4kit.checkpoint.identify.corruptions import StoredLayer
-from fp4kit.checkpoint.identify.diagnose import Diagnosis, Fp8Layer
 from fp4kit.checkpoint.identify.hypotheses import MadeBy
 from fp4kit.checkpoint.identify.known_methods import TUNED, TUNED_BY_AUTO_ROUND, fit_of
 from fp4kit.ops.identify import either
@@ -50,7 +49,7 @@ class LayerPair:
     """
 
     name: str
-    parts: StoredLayer | Fp8Layer
+    parts: StoredLayer | diagnose.Fp8Layer
     source: np.ndarray
     other: np.ndarray | None = None
     second: bool = False
@@ -64,7 +63,7 @@ class LayerPair:
     @property
     def format(self) -> str:
         """The name of the layer's format: elements, scales and block size, such as "E2M1 E4M3 16", or "fp8 per row"."""
-        if isinstance(self.parts, Fp8Layer):
+        if isinstance(self.parts, diagnose.Fp8Layer):
             return f"fp8 per {self.parts.scaling}"
         r = self.parts.recipe
         return f"{r.element.name} {r.scale and r.scale.name} {r.block_size}"
@@ -101,7 +100,7 @@ class _Known:
             hows, key=lambda how: len(how.rows) + sum(map(bool, (how.codes, how.scales, how.tensor, how.dtype)))
         )
 
-    def learn(self, found: Diagnosis) -> None:
+    def learn(self, found: diagnose.Diagnosis) -> None:
         """Record what explains a layer. All-zero layers are not recorded."""
         if found.blank:
             return
@@ -132,7 +131,7 @@ class LayerSeries:
 
     def explain(
         self, some: LayerPair, whole: Callable[[], LayerPair] | None = None, complete: bool = True
-    ) -> Diagnosis:
+    ) -> diagnose.Diagnosis:
         """Explain a layer, at first with what explained earlier layers of its format."""
         # After four layers in a row that have neither an explanation nor a known cause, faults without a name are no
         # longer searched for, because the search takes long.
@@ -143,7 +142,7 @@ class LayerSeries:
 
     def _explain(
         self, some: LayerPair, whole: Callable[[], LayerPair] | None, complete: bool, known: _Known
-    ) -> Diagnosis:
+    ) -> diagnose.Diagnosis:
         """Explain a layer in steps, until one is conclusive (see ``explain``)."""
         search = known.failed < MAX_FAILURES
         if known.hows or known.useful:
@@ -166,7 +165,7 @@ class LayerSeries:
         return _explained(whole(), True) if search else first
 
 
-def _agrees(found: Diagnosis, known: _Known) -> bool:
+def _agrees(found: diagnose.Diagnosis, known: _Known) -> bool:
     """Return whether an explanation is like that of an earlier layer of the format, or is sound by itself."""
     if found.explained:
         if known.has_rules != bool(found.rules):
@@ -175,9 +174,9 @@ def _agrees(found: Diagnosis, known: _Known) -> bool:
     return found.cause is not None and found.cause in known.causes
 
 
-def _explained(layer: LayerPair, unnamed: bool, known: _Known | None = None) -> Diagnosis:
+def _explained(layer: LayerPair, unnamed: bool, known: _Known | None = None) -> diagnose.Diagnosis:
     """Explain one layer with ``explain`` or ``explain_fp8``, and add what the file declares about its producer."""
-    if isinstance(layer.parts, Fp8Layer):
+    if isinstance(layer.parts, diagnose.Fp8Layer):
         return diagnose.explain_fp8(layer.parts, layer.source, layer.amaxes)
     earlier = None
     if known is not None:
@@ -233,7 +232,7 @@ class LayerVerdict:
     """
 
     name: str
-    explanation: Diagnosis
+    explanation: diagnose.Diagnosis
     format: str = ""
     producer: str = ""
     recorded: str = ""
@@ -451,7 +450,7 @@ def with_producer(id: str) -> str:
     return f"{id} ({name})" if name else id
 
 
-def _summary(found: Diagnosis) -> str:
+def _summary(found: diagnose.Diagnosis) -> str:
     """Return the start of a clause about layers with this explanation, to which the caller appends their number."""
     if found.mishap is None and found.recipes:
         return f"{either(found.recipes)} made"
@@ -498,6 +497,6 @@ def _of_one_format(layers: Sequence[LayerVerdict]) -> CheckpointVerdict:
     return CheckpointVerdict(recipes, mishap, found, rules=() if recipes else winners)
 
 
-def verdict_of(layer: LayerPair, found: Diagnosis) -> LayerVerdict:
+def verdict_of(layer: LayerPair, found: diagnose.Diagnosis) -> LayerVerdict:
     """Return the verdict on a layer that ``found`` explains."""
     return LayerVerdict(layer.name, found, layer.format, layer.producer, layer.recorded, layer.scaling)

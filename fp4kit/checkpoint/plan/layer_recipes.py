@@ -15,7 +15,6 @@ from typing import Any, NamedTuple
 from fp4kit.call.parse import HADAMARD_SIZES
 from fp4kit.checkpoint.containers import table
 from fp4kit.checkpoint.containers.configs import WRITTEN
-from fp4kit.checkpoint.containers.table import GGUF_MXFP4, GGUF_NVFP4, GGUF_SCALED, Container
 from fp4kit.checkpoint.loaders.exclusions import container_of
 from fp4kit.checkpoint.model.inspect import Checkpoint
 from fp4kit.checkpoint.model.model_files import Source, is_gguf_config
@@ -35,7 +34,7 @@ class LayerQuantization(NamedTuple):
     """
 
     recipe: Recipe
-    form: Container | None
+    form: table.Container | None
 
 
 class Mixture:
@@ -111,7 +110,7 @@ class Mixture:
             )
 
 
-GGUF_FORMS = (GGUF_MXFP4, GGUF_SCALED, GGUF_NVFP4)
+GGUF_FORMS = (table.GGUF_MXFP4, table.GGUF_SCALED, table.GGUF_NVFP4)
 
 
 def is_stored_in_gguf(recipe: Recipe) -> bool:
@@ -119,7 +118,7 @@ def is_stored_in_gguf(recipe: Recipe) -> bool:
     return any(form.stores(recipe) for form in GGUF_FORMS)
 
 
-def gguf_form_for(recipe: Recipe) -> Container:
+def gguf_form_for(recipe: Recipe) -> table.Container:
     """Return the GGUF container for a recipe: the first in FORMS that can store its codes and scales."""
     form = next((candidate for candidate in GGUF_FORMS if candidate.stores(recipe)), None)
     if form is None:
@@ -130,7 +129,7 @@ def gguf_form_for(recipe: Recipe) -> Container:
     return form
 
 
-def check_gguf(source: Source, form: Container | None, modules: Collection[str]) -> None:
+def check_gguf(source: Source, form: table.Container | None, modules: Collection[str]) -> None:
     """Raise CheckpointError if llama.cpp could not use the result of converting a GGUF file, or would ignore scales."""
     architecture = source.config[names.ARCHITECTURE]
     if architecture == "clip":
@@ -143,7 +142,7 @@ def check_gguf(source: Source, form: Container | None, modules: Collection[str])
     if found:
         module, text = found[0]
         more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
-        plain = ", ".join(id for id, r in RECIPES.items() if GGUF_NVFP4.stores(r))
+        plain = ", ".join(id for id, r in RECIPES.items() if table.GGUF_NVFP4.stores(r))
         way_out = f"keep it unquantized with --keep, or use a recipe without tensor scale: {plain}"
         raise CheckpointError(f"{shown(module)}{more}: {names.ENGINE}: {text}; {way_out}")
 
@@ -207,7 +206,7 @@ def kind_of(recipe: Recipe) -> str:
     return form.kind
 
 
-def check_input_scale(form: Container | None, has_input_scale: bool) -> None:
+def check_input_scale(form: table.Container | None, has_input_scale: bool) -> None:
     """Raise CheckpointError if loaders of the container require input scales and none will be written."""
     if form is table.DEEPSEEK_V4_NVFP4 and not has_input_scale:
         raise CheckpointError(
@@ -221,7 +220,7 @@ def check_input_scale(form: Container | None, has_input_scale: bool) -> None:
         )
 
 
-def experts_only(form: Container | None) -> bool:
+def experts_only(form: table.Container | None) -> bool:
     """Return whether loaders of the container ``form`` support only quantized routed experts, and no other layers."""
     return form in (table.GPT_OSS, table.DEEPSEEK_V4, table.DEEPSEEK_V4_NVFP4)
 
