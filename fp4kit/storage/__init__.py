@@ -1,4 +1,4 @@
 """Read and write files: safetensors, GGUF, strict JSON, and saved Quantized arrays.
 
-A new file appears under its name only when it is complete (whole_file.py).
+A new file appears under its name only when it is complete (files.py).
 """
