@@ -450,6 +450,9 @@ def pack(codes: np.ndarray) -> np.ndarray:
     return layouts.pack(codes)
 
 
+unpack = layouts.unpack
+
+
 # ---- shards ----
 
 partial_amax = reference.partial_amax
