@@ -19,8 +19,8 @@ from torch.nn.utils import parametrize
 
 from fp4kit.arrays.imports import import_to_host
 from fp4kit.checkpoint.contract import LazyTensors
-from fp4kit.checkpoint.counterparts import canonical
 from fp4kit.checkpoint.loaders.exclusions import SGLANG_FUSED, VLLM_FUSED
+from fp4kit.checkpoint.model.transforms import canonical
 from fp4kit.checkpoint.selection.names import FUSIONS, join_module, split_module
 from fp4kit.contract.schema import SETTINGS, Contract
 from fp4kit.contract.sides import InputScale, RowReader, StepName, same
