@@ -36,6 +36,9 @@ _PROBE = 16  # rows on which every recipe is tried
 _UNKNOWN = "; either the weight is another one (stale), or fp4kit does not know the arithmetic"
 VECTOR = "nothing quantizes these values, so one side has others: stale ones, from an earlier step; send them again"
 _CORNER = 128  # rows and columns of which a matrix and its transpose are compared by their angle
+_WHOLE = "iub"  # kinds of dtypes without fractions
+_DISTINCT = 8  # smallest number of different values that show a common rounding or factor
+_NEAR = 0.04  # a factor this near to 1 is not named
 _ALIKE = 0.9  # smallest cosine between a decoded weight and its transpose, decoded from another quantization
 
 
@@ -70,7 +73,7 @@ def with_making(
             return replace(found, how=one)
     fault = orientation(weight(), part, rows, tried, "the unquantized weight")
     for _, right in rights:
-        fault = fault or row_order(side_rows.whole_of(whole), right, rows, "the unquantized weight")
+        fault = fault or other_order(side_rows.whole_of(whole), part, right, rows, "the unquantized weight")
     if fault:
         return replace(found, step=fault.step, wrong=fault.text)
     if isinstance(part, Quantized):
@@ -95,7 +98,7 @@ def between_sides(compared: Sequence[Rows], wholes: Sequence[Whole | None], rows
     if p is None and q is None:
         right, whole = side_rows.whole_of(right), side_rows.whole_of(whole)
         fault = fault or orientation(right, b, rows, (), f"that of {train.label}")
-        fault = fault or row_order(whole, a, rows, train.label)
+        fault = fault or other_order(whole, b, a, rows, train.label)
     if fault:
         return [train, replace(rollout, step=fault.step, wrong=fault.text)]
     fault = between(a, b, rollout.label)
@@ -156,53 +159,77 @@ def by_recipe(part: np.ndarray, x: np.ndarray, amax: Callable[[Recipe], Any]) ->
 
 def between(part: Matrix, right: Matrix, of: str) -> Fault | None:
     """Return the fault that makes ``part`` from ``right``, which texts call ``of``; None if no known fault does."""
-    if isinstance(part, Quantized):
-        return _of_tensor_scale(part, right, of) if isinstance(right, Quantized) else None
-    for text, values in _decodings(right, of):
-        if same(values.astype(np.float32), part.astype(np.float32)):
-            return Fault("decode" if isinstance(right, Quantized) else "value", text)
-    return None
-
-
-def _of_tensor_scale(part: Quantized, right: Quantized, of: str) -> Fault | None:
-    """Return the fault of the tensor scale, if nothing else differs."""
-    p, q = part.tensor_scale, right.tensor_scale
-    others = same(part.packed, right.packed) and same(part.block_scale, right.block_scale)
-    if not others or p is None or q is None or np.shape(p) != np.shape(q) or same(p, q):
-        return None
-    found, scale = np.asarray(p, np.float32), np.asarray(q, np.float32)
     with np.errstate(all="ignore"):
+        if isinstance(part, Quantized):
+            return _of_scales(part, right, of) if isinstance(right, Quantized) else None
+        if part.dtype.kind in _WHOLE or (isinstance(right, np.ndarray) and right.dtype.kind in _WHOLE):
+            return None
+        if len(np.unique(_values(part).reshape(-1)[: 1 << 12].astype(np.float64))) < _DISTINCT:
+            return None  # a constant may be many roundings and multiples of another one
+        step: StepName = "decode" if isinstance(right, Quantized) else "value"
+        for text, values in _decodings(right, of):
+            if same(side_rows.values_of(values, part), side_rows.values_of(part, values)):
+                return Fault(step, text)
+        factor = _factor(part, right)
+        return Fault(step, f"the values are {factor:.4g} times those of {of}; apply one scale") if factor else None
+
+
+def _of_scales(part: Quantized, right: Quantized, of: str) -> Fault | None:
+    """Return the fault of the scales, if the codes are equal."""
+    p, q = part.tensor_scale, right.tensor_scale
+    if part.recipe.element != right.recipe.element or not same(part.packed, right.packed):
+        return None
+    if same(part.block_scale, right.block_scale) and p is not None and q is not None and np.shape(p) == np.shape(q):
+        found, scale = np.asarray(p, np.float32), np.asarray(q, np.float32)
         inverse = np.float32(1) / scale
-    if np.all(np.abs(found - inverse) <= 2 * np.spacing(np.abs(inverse))):
-        text = f"the tensor scale is inverted: it is 1 / that of {of}, a divisor, but decoding multiplies by it"
-        return Fault("tensor scale", text)
-    if np.all(found == 1):
-        return Fault("tensor scale", f"the tensor scale is 1: that of {of} is not applied")
-    for name, dtype in _NARROW.items():
-        if same(found, scale.astype(dtype).astype(np.float32)):
-            text = f"the tensor scale is that of {of} rounded to {name}; load scales in float32"
+        if np.all(np.abs(found - inverse) <= 2 * np.spacing(np.abs(inverse))) and not same(found, scale):
+            text = f"the tensor scale is inverted: it is 1 / that of {of}, a divisor, but decoding multiplies by it"
             return Fault("tensor scale", text)
-    return None
+        if np.all(found == 1) and not same(found, scale):
+            return Fault("tensor scale", f"the tensor scale is 1: that of {of} is not applied")
+        for name, dtype in _NARROW.items():
+            if same(found, scale.astype(dtype).astype(np.float32)) and not same(found, scale):
+                text = f"the tensor scale is that of {of} rounded to {name}; load scales in float32"
+                return Fault("tensor scale", text)
+    step: StepName = "tensor scale" if same(part.block_scale, right.block_scale) else "block scale"
+    factor = _factor(part, right)
+    return Fault(step, f"every {step} is {factor:.4g} times that of {of}; apply one scale") if factor else None
+
+
+def _factor(part: Matrix, right: Matrix) -> float | None:
+    """Return the factor, far from 1, by which all values of ``part`` are those of ``right``; None if there is none."""
+    a, b = (np.asarray(_values(one), np.float64).reshape(-1) for one in (part, right))
+    sizes = np.abs(b)
+    if not np.isfinite(sizes).all() or len(np.unique(sizes[: 1 << 12])) < _DISTINCT:
+        return None
+    factor = float(a[sizes.argmax()] / sizes.max() * np.sign(b[sizes.argmax()]))
+    is_far = np.isfinite(factor) and abs(factor - 1) > _NEAR
+    return factor if is_far and np.allclose(a, factor * b, rtol=_NEAR / 4, atol=0) else None
+
+
+def _values(matrix: Matrix) -> np.ndarray:
+    """Return the values of a matrix, decoded to float32 if it has codes."""
+    return np.asarray(matrix.dequantize(np.float32) if isinstance(matrix, Quantized) else matrix)
 
 
 def _decodings(right: Matrix, of: str) -> Iterator[tuple[str, np.ndarray]]:
     """Yield (text, values) for the ways in which load routes decode codes, or round values, that differ in dtype."""
     if not isinstance(right, Quantized):
-        for name, dtype in _NARROW.items():
+        for name, dtype in (_NARROW | {"float32": np.dtype(np.float32)}).items():
             yield f"the values are those of {of} rounded to {name}; use one dtype on both sides", right.astype(dtype)
         wide = right.astype(np.float32)
         for name, number in (("plus", 1), ("minus", -1)):
             text = f"the values are those of {of} {name} 1, as some formats store norms; store them alike"
             yield text, (wide + number).astype(right.dtype)
         return
-    values = np.asarray(right.dequantize(np.float32))
+    values = _values(right)
     for name, dtype in _NARROW.items():
         yield f"the values are decoded from {of}, then rounded to {name}; decode to one dtype", values.astype(dtype)
     scale = right.tensor_scale
     for name, dtype in _NARROW.items() if scale is not None else ():
         rounded = np.asarray(scale, np.float32).astype(dtype).astype(np.float32)
         text = f"the values are decoded from {of} with the scale rounded to {name} (load route)"
-        routed = np.asarray(replace(right, tensor_scale=rounded, tensor_amax=None).dequantize(np.float32))
+        routed = _values(replace(right, tensor_scale=rounded, tensor_amax=None))
         yield f"{text}; load scales in float32", routed
         yield f"{text} and are rounded to {name} themselves; load scales in float32", routed.astype(dtype)
 
@@ -230,40 +257,61 @@ def orientation(x: Matrix, part: Matrix, rows: np.ndarray, tried: Sequence[Arith
 def _corner(matrix: Matrix, rows: int, columns: int) -> np.ndarray:
     """Return the values of the first rows and columns of a matrix."""
     box = slice(0, min(rows, matrix.shape[0])), slice(0, min(columns, matrix.shape[1]))
-    return np.asarray(box_of(matrix, box).dequantize(np.float32) if isinstance(matrix, Quantized) else matrix[box])
+    return _values(box_of(matrix, box) if isinstance(matrix, Quantized) else matrix[box])
 
 
 def _cosine(a: np.ndarray, b: np.ndarray) -> float:
     """Return the cosine of the angle between two arrays as vectors; 0 if one has no length."""
     p, q = a.astype(np.float64).reshape(-1), b.astype(np.float64).reshape(-1)
-    length = float(np.sqrt(p @ p) * np.sqrt(q @ q))
-    return float(p @ q) / length if 0 < length < np.inf else 0.0
+    with np.errstate(all="ignore"):
+        length = float(np.sqrt(p @ p) * np.sqrt(q @ q))
+        return float(p @ q) / length if 0 < length < np.inf else 0.0
 
 
-def row_order(whole: Matrix, right: Matrix, rows: np.ndarray, of: str) -> Fault | None:
-    """Return a fault if the rows ``right``, which belong at the indices ``rows``, are all in ``whole`` elsewhere."""
+def other_order(whole: Matrix, part: Matrix, right: Matrix, rows: np.ndarray, of: str) -> Fault | None:
+    """Return a fault if a side has ``right``, the rows that belong at the indices ``rows``, in another order.
+
+    whole, part: all rows of the side, and those that it has at these indices.
+    """
     if isinstance(whole, Quantized) != isinstance(right, Quantized):
         return None
-    places: dict[bytes, list[int]] = defaultdict(list)
-    for i, row in enumerate(_row_bytes(whole)):
-        places[row].append(i)
+    size = right.recipe.block_size if isinstance(right, Quantized) else 1
+    count = right.shape[1] // size
+    found = {"row": _moved(_rows(whole), _rows(right), rows.tolist())}
+    if all(one.shape[1] % count == 0 for one in (*_stored(part), *_stored(right))):
+        noun = "column" if size == 1 else "block of columns"
+        found[noun] = _moved(_columns(part, count), _columns(right, count), range(count))
+    for noun, moved in found.items():
+        if moved:
+            text = f"the {noun.partition(' ')[0]}s are in another order: {noun} {moved[0]} of {of} is {noun} {moved[1]}"
+            return Fault("value", f"{text} (interleaved, swapped or permuted)")
+    return None
+
+
+def _moved(own: list[bytes], wanted: list[bytes], places: Sequence[int]) -> tuple[int, int] | None:
+    """Return (place, place in ``own``) of the first of ``wanted`` that is elsewhere; None if one is nowhere."""
+    found: dict[bytes, list[int]] = defaultdict(list)
+    for i, one in enumerate(own):
+        found[one].append(i)
     moved = None
-    for i, row in zip(rows.tolist(), _row_bytes(right), strict=True):
-        if row not in places or (i not in places[row] and len(places[row]) > 1):  # rows of zeros tell nothing
+    for i, one in zip(places, wanted, strict=True):
+        if one not in found or (i not in found[one] and len(found[one]) > 1):  # rows of zeros tell nothing
             return None
-        if i not in places[row] and moved is None:
-            moved = i, places[row][0]
-    if moved is None:
-        return None
-    text = f"the rows are in another order: row {moved[0]} of {of} is row {moved[1]} (interleaved, swapped or permuted)"
-    return Fault("value", text)
+        if i not in found[one] and moved is None:
+            moved = i, found[one][0]
+    return moved
 
 
-def _row_bytes(matrix: Matrix) -> Iterator[bytes]:
-    """Yield the bytes of each row: its codes and block scales, or its values."""
+def _rows(matrix: Matrix) -> list[bytes]:
+    """Return the bytes of each row: its codes and block scales, or its values."""
     arrays = [*map(np.ascontiguousarray, _stored(matrix))]
-    for i in range(len(arrays[0])):
-        yield b"".join(one[i].tobytes() for one in arrays)
+    return [b"".join(one[i].tobytes() for one in arrays) for i in range(len(arrays[0]))]
+
+
+def _columns(matrix: Matrix, count: int) -> list[bytes]:
+    """Return the bytes of each of ``count`` equal groups of columns: its codes and block scales, or its values."""
+    parts = [one.reshape(len(one), count, -1).swapaxes(0, 1) for one in _stored(matrix)]
+    return [b"".join(one[i].tobytes() for one in parts) for i in range(count)]
 
 
 def _stored(matrix: Matrix) -> list[np.ndarray]:

@@ -220,8 +220,8 @@ MISMATCHES = {
         kind="tensor",
     ),
     "norm plus one": Mismatch(
-        {**STORED, "m.norm": np.full(384, 0.25, BF16)},
-        {**STORED, "m.norm": np.full(384, 1.25, BF16)},
+        {**STORED, "m.norm": np.arange(384).astype(BF16)},
+        {**STORED, "m.norm": (np.arange(384).astype(BF16) + np.float32(1)).astype(BF16)},
         "value",
         "rollout: the values are those of train plus 1",
         kind="tensor",
@@ -278,6 +278,26 @@ MISMATCHES = {
         "value",
         r"rollout: the rows are in another order: row \d+ of the unquantized weight is row \d+ .interleaved",
         W,
+    ),
+    "halves of K swapped": Mismatch(
+        BASE,
+        served({name: np.roll(w, 192, axis=1) for name, w in W.items()}),
+        "value",
+        "rollout: the blocks are in another order: block of columns 0 of the unquantized weight is block of columns 12",
+        W,
+    ),
+    "exponents of block scales": Mismatch(
+        served(W, OCP),
+        served(W, OCP, block_scale=lambda q: q.block_scale + np.uint8(1)),
+        "block scale",
+        "rollout: every block scale is 2 times that of train; apply one scale",
+    ),
+    "factor of values": Mismatch(  # such as FP8 codes that one side reads as float8_e4m3fnuz
+        W32,
+        {name: w / np.float32(2) for name, w in W32.items()},
+        "value",
+        "rollout: the values are 0.5 times those of train",
+        kind="tensor",
     ),
     "hadamard signs": Mismatch(
         BASE.stating(hadamard=16, hadamard_signs=SIGNS[::-1]),
@@ -392,6 +412,15 @@ def test_equal_rows_are_no_other_order():
     other = {"m": x["m"].copy()}
     other["m"][9, 7] = 1
     assert reported(Mismatch(x, other, "value", "")).setting == ""
+
+
+def test_float64_and_large_numbers_are_not_blamed_on_a_dtype():
+    for one, other in ((1.0, 1 + 1e-12), (1e300, 1e301), (1e6, 2e6)):
+        x, y = (np.full((4, 4), value) for value in (one, other))
+        assert reported(Mismatch({"m": x}, {"m": y}, "value", "")).setting == ""
+    x = np.linspace(0, 1, 16).reshape(4, 4)
+    layer = reported(Mismatch({"m": x}, {"m": x.astype(np.float32)}, "value", ""))
+    assert layer.setting == "rollout: the values are those of train rounded to float32; use one dtype on both sides"
 
 
 def test_sampled_rows_show_the_same_faults():
