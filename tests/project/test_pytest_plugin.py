@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 import fp4kit
-import fp4kit.testing  # now, because pytester forgets modules that a run of it imports
+import fp4kit.contract.engines  # now, because pytester forgets modules that a run of it imports
+import fp4kit.testing
 
 pytest_plugins = ["pytester"]
 PLUGIN = ("-p", "no:fp4kit", "-p", "_fp4kit_pytest")  # of this checkout, whatever is installed
@@ -20,14 +21,14 @@ USER = re.search(r"## 4. In your test suite.*?```python\n(.*?)```", GUIDE.read_t
 @pytest.fixture
 def engines(monkeypatch):
     """Replace fp4kit.serving by a function that knows two pairs of engine and scheme."""
-    known = {("equal", "w4"): "nvfp4-te", ("other", "w4"): "nvfp4-te-4over6-mse-448"}
+    known = {("equal", "w4"): "nvfp4-compressed-tensors", ("other", "w4"): "nvfp4-te-4over6-mse-448"}
 
     def serving(engine, scheme):
         if (engine, scheme) not in known:
             raise ValueError(f"serving: engine {engine!r} with scheme {scheme!r} is unknown; did you mean 'equal'?")
         return fp4kit.Contract(known[engine, scheme])
 
-    monkeypatch.setattr(fp4kit, "serving", serving, raising=False)
+    monkeypatch.setattr(fp4kit, "serving", serving)
 
 
 def test_the_fixture_is_the_contract_of_the_engine(pytester, engines):
@@ -44,8 +45,8 @@ def test_a_failure_shows_the_step_the_setting_and_one_element(pytester, engines)
             "    def test_served_as_trained(fp4kit_engine):",
             ">       assert_same_bits(fake_quantizer, fp4kit_engine, weights=weights)",
             "E       AssertionError: train and rollout differ: 1 of 1 layer differ; *",
-            "E       weight mlp.up_proj: first step that differs: block scale*",
-            "E         setting: recipe nvfp4-te in train and nvfp4-te-4over6-mse-448 in rollout *4over6 mode*",
+            "E       weight mlp.up_proj: first step that differs: tensor scale*",
+            "E         setting: recipe nvfp4-compressed-tensors in train and nvfp4-te-4over6-mse-448 in rollout *",
             "E         element ?0, *: train *(0x*) and rollout *(0x*, code 0x*, block scale 0x*)",
             "E       Element ?0, *, step by step",
             "E         *<- they part here",
@@ -68,6 +69,20 @@ def test_an_unknown_engine_stops_the_run(pytester, engines):
         assert result.ret == pytest.ExitCode.USAGE_ERROR
         text = f"ERROR: --fp4kit-engine {given}: serving: engine * with scheme {scheme} is unknown; did you mean"
         result.stderr.fnmatch_lines([f"{text} 'equal'?"])
+
+
+def test_engines_that_fp4kit_knows(pytester):
+    pytester.makepyfile(USER)
+    pytester.runpytest_inprocess(*PLUGIN, "--fp4kit-engine", "vLLM:nvfp4-w4a4").assert_outcomes(passed=1)
+    result = pytester.runpytest_inprocess(*PLUGIN, "--fp4kit-engine", "Transformer Engine:nvfp4-w4a4")
+    result.assert_outcomes(failed=1)
+    result.stdout.fnmatch_lines(
+        ["E         setting: recipe nvfp4-compressed-tensors in train and nvfp4-te-2d in rollout *"]
+    )
+    for given, text in (("vlm:nvfp4-w4a4", "did you mean vLLM"), ("vLLM", "needs a scheme too; *'nvfp4-w4a4'")):
+        result = pytester.runpytest_inprocess(*PLUGIN, "--fp4kit-engine", given)
+        assert result.ret == pytest.ExitCode.USAGE_ERROR
+        result.stderr.fnmatch_lines([f"ERROR: --fp4kit-engine {given}: serving: *{text}*"])
 
 
 def test_the_plugin_imports_pytest_alone(pytester):
