@@ -124,8 +124,9 @@ def matmul(
 
     Exact:
         Equals MLX 0.32.4 and llama.cpp (xllamacpp 2026.10.11549) on x86-64 for their units, also for subnormals, NaN
-        and infinities. One exception: for "ggml-avx2-repacked", llama.cpp multiplies the last M % 4 rows by another
-        function. It differs in rows with NaN, infinities or numbers from 8.3e6 on, whose scale is infinite.
+        and infinities. One exception: for "ggml-avx2-repacked", llama.cpp multiplies the last M % 4 rows, and all rows
+        of experts, by another function. It differs in rows with NaN, infinities or numbers from 8.3e6 on, whose Q8_0
+        scale is infinite.
 
         Equals MMA-Sim 2.1.1 for every matrix unit, and an H100 for "sm90": cuBLASLt's FP8 products with fast
         accumulation (torch._scaled_mm with use_fast_accum=True), those with slow accumulation as
