@@ -280,6 +280,8 @@ _SHOWN = 4  # smallest number of signs that messages show
 def compare_layer(name: str, kind: Kind, sides: tuple[Rows, Rows], rows: np.ndarray, total: int) -> LayerParity:
     """Compare the rows of one layer on two sides, and explain the first step that differs."""
     a, b = sides
+    if (equal := _equal_bytes(name, kind, a, b, total)) is not None:
+        return equal
     decoded = side_rows.values_of(a.part, b.part), side_rows.values_of(b.part, a.part)
     values = side_rows.served(decoded[0], a), side_rows.served(decoded[1], b)
     masks = {**_differing_parts(a.part, b.part), "values": differing_bits(*values)}
@@ -300,6 +302,21 @@ def compare_layer(name: str, kind: Kind, sides: tuple[Rows, Rows], rows: np.ndar
         if not differing_bits(*decoded).any():
             sides = replace(a, how=None), replace(b, how=None, step="decode", wrong=wrong)
     return _explained(found, sides, rows, (affected, other_scales), values)
+
+
+def _equal_bytes(name: str, kind: Kind, a: Rows, b: Rows, total: int) -> LayerParity | None:
+    """Return the result for codes that are equal in every byte and decoded alike, so that their values are equal."""
+    p, q = a.part, b.part
+    if not (isinstance(p, Quantized) and isinstance(q, Quantized)) or a.served_dtype != b.served_dtype:
+        return None
+    is_alike = p.recipe == q.recipe and p.dtype == q.dtype and side_rows.same(p.tensor_amax, q.tensor_amax)
+    if not (is_alike and side_rows.equal(p, q)):
+        return None
+    size = p.shape[0] * p.shape[1]
+    scales, tensor_scales = (0 if x is None else np.size(x) for x in (p.block_scale, p.tensor_scale))
+    counts: dict[str, Any] = {"codes": (0, size), "scales": (0, scales), "tensor_scales": (0, tensor_scales)}
+    found = LayerParity(name, kind, size, total, **counts, values=(0, size))
+    return replace(found, same_codes=_same_codes(p, q, counts))
 
 
 _NEAR = 2  # float32 ulp between a tensor scale and the reciprocal of its stored, rounded reciprocal
