@@ -262,23 +262,29 @@ class _Matrix:
     def read(self, r: Recipe | None, rows: np.ndarray) -> Any:
         columns, at = self.shape[1], rows + self.first
         if r is None:
-            return import_to_host(OP, weight=(self.codes if self.values is None else self.values())[at][:, :columns])
-        codes = import_to_host(OP, codes=self.codes[at][:, : r.element.packing.length(columns)].contiguous())
+            return _rows(self.codes if self.values is None else self.values(), at)[:, :columns]
+        codes = np.ascontiguousarray(_rows(self.codes, at)[:, : r.element.packing.length(columns)])
         scales, numbers = None, self.numbers()
         if r.scale is not None:
-            scales = import_to_host(OP, scales=self._scale_rows(at)[:, : columns // r.block_size].contiguous())
+            scales = np.ascontiguousarray(self._scale_rows(at)[:, : columns // r.block_size])
         elif self.scales is not None:
-            one = self.scales.reshape(-1)[at] if r.tensor_scaling == "row" else self.scales[at // r.block_rows]
-            numbers = _Numbers(import_to_host(OP, scales=one.float()))
+            one = self.scales.reshape(-1) if r.tensor_scaling == "row" else self.scales
+            numbers = _Numbers(_rows(one, at // r.block_rows).astype(np.float32))
         shape = len(rows), columns
         return Quantized(codes, scales, numbers.scale, numbers.amax, shape, _DTYPE, -1, r)
 
-    def _scale_rows(self, at: np.ndarray) -> Tensor:
+    def _scale_rows(self, at: np.ndarray) -> np.ndarray:
         assert self.scales is not None
         if self.layout == _LINEAR:
-            return self.scales[at]
+            return _rows(self.scales, at)
         tiles = self.scales.reshape(-(-self.codes.shape[0] // 128), -1, 32, 4, 4)
-        return tiles[at // 128, :, at % 32, at // 32 % 4, :].reshape(len(at), -1)
+        return _rows(tiles, (at // 128, slice(None), at % 32, at // 32 % 4)).reshape(len(at), -1)
+
+
+def _rows(x: Tensor, at: Any) -> np.ndarray:
+    """Return x[at] as a NumPy array. On the host NumPy indexes, because PyTorch starts threads for a few rows."""
+    found: np.ndarray = import_to_host(OP, weight=x)[at] if x.device.type == "cpu" else import_to_host(OP, weight=x[at])
+    return found
 
 
 def _matrices(held: _Held) -> Iterator[_Matrix]:
