@@ -27,7 +27,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import fp4kit
@@ -46,7 +46,7 @@ def sample(named_parameters: Iterable[tuple[str, Any]], step: int, layers: int =
 def check(model: Any, trained: Any, seconds: float = 2.0) -> fp4kit.Parity:
     """Compare an engine's model with weights of the trainer: a mapping, (name, tensor) pairs, or a file of them."""
     contract = fp4kit.Contract.load(os.environ["REFIT_CONTRACT"])
-    weights = trained if isinstance(trained, (str, Mapping)) else dict(trained)
+    weights = trained if isinstance(trained, str) else {name: x.cpu() for name, x in dict(trained).items()}
     found = fp4kit.parity(contract, model, weights=weights, seconds=seconds)
     if found.differing or found.missing:
         raise RuntimeError(f"the engine does not hold the trainer's weights\n{found}")

@@ -283,8 +283,9 @@ class _Matrix:
 
 def _rows(x: Tensor, at: Any) -> np.ndarray:
     """Return x[at] as a NumPy array. On the host NumPy indexes, because PyTorch starts threads for a few rows."""
-    found: np.ndarray = import_to_host(OP, weight=x)[at] if x.device.type == "cpu" else import_to_host(OP, weight=x[at])
-    return found
+    is_host = x.device.type == "cpu"
+    found: np.ndarray = import_to_host(OP, weight=x if is_host else x[at].cpu())
+    return found[at] if is_host else found
 
 
 def _matrices(held: _Held) -> Iterator[_Matrix]:
