@@ -112,10 +112,7 @@ def environment() -> Environment | None:
 
 
 def _refusal(op: str) -> str:
-    """Return the error message for a thread that does not compute in IEEE arithmetic, and cannot be made to do so.
-
-    op: the public function that the message begins with.
-    """
+    """Return the error message for a thread that does not compute in IEEE arithmetic, and cannot be made to do so."""
     return (
         f"{op}: this thread treats subnormal numbers as zero, or does not round to nearest; fp4kit needs IEEE"
         f" arithmetic, which it cannot set on {sys.platform} {platform.machine()}; call torch.set_flush_denormal(False)"
@@ -269,11 +266,7 @@ def as_float64(op: str, x: Any) -> np.ndarray:
 
 
 def _direction(op: str, rounding: str, random: Any, x: np.ndarray) -> _Direction:
-    """Return the _Direction of the rounding mode with the name `rounding`, for the elements of x.
-
-    "rm" and "rp" depend on the signs of x, and "rs" on the random bits. Raise ValueError for an unknown name, if "rs"
-    comes without `random`, or if another mode comes with it. op: the public function that messages begin with.
-    """
+    """Return the _Direction of the rounding mode with the name `rounding`, for the elements of x."""
     if not isinstance(rounding, str) or rounding not in NAMES:
         raise ValueError(f"{op}: rounding is {rounding!r}; needs one of {', '.join(NAMES)}")
     if (random is None) == (rounding == "rs"):
@@ -292,8 +285,7 @@ def _direction(op: str, rounding: str, random: Any, x: np.ndarray) -> _Direction
 def _stochastic(op: str, random: Any, x: np.ndarray) -> Rounding:
     """Return a function that rounds magnitudes a stochastically to floor(a + r / 2^n), where r is `random`, of n bits.
 
-    The sum is exact, because a - floor(a) is compared with the threshold 1 - r / 2^n instead. Raise ValueError unless
-    random is uint8, uint16 or uint32 in the shape of x. op: the public function that the message begins with.
+    The sum is exact, because a - floor(a) is compared with the threshold 1 - r / 2^n instead.
     """
     bits = np.asarray(random)
     if bits.dtype.kind != "u" or bits.dtype.itemsize > 4 or bits.shape != x.shape:
@@ -310,15 +302,9 @@ def _stochastic(op: str, random: Any, x: np.ndarray) -> Rounding:
 
 
 def _float_codes(x: np.ndarray, fmt: Any, direction: _Direction, saturate: bool) -> np.ndarray:
-    """Return the codes of x, which must not hold NaN, in a float format.
-
-    Nonzero magnitudes are first clipped to the range from 2^-_TINY_EXPONENT steps to two binades above the largest
-    value, which changes no code.
-
-    direction: how magnitudes are rounded. saturate: if True, numbers beyond the largest value become that value. If
-    False, they become the format's infinity, or NaN if it has no infinity; a format without either still saturates.
-    """
+    """Return the codes of x, which must not hold NaN, in a float format."""
     a = np.abs(x)
+    # Clipping to the range from 2^-_TINY_EXPONENT steps to two binades above the largest value changes no code.
     clipped = np.clip(a, 2.0 ** (fmt.emin - fmt.mantissa_bits - _TINY_EXPONENT), 2.0 ** (fmt.emax + 2))
     codes = codes_of(np.where(a > 0, clipped, a), fmt.emin, fmt.mantissa_bits, direction.rounding)
     codes = np.maximum(codes - (not fmt.has_zero), 0)  # E8M0 has only the hidden 1 and no zero: codes are one lower
@@ -330,10 +316,7 @@ def _float_codes(x: np.ndarray, fmt: Any, direction: _Direction, saturate: bool)
 
 
 def _integer_codes(x: np.ndarray, fmt: Any, direction: _Direction) -> np.ndarray:
-    """Return the codes of x, which must not hold NaN, in a two's complement format. Values are clipped to its range.
-
-    direction: how magnitudes are rounded.
-    """
+    """Return the codes of x, which must not hold NaN, in a two's complement format. Values are clipped to its range."""
     magnitude = direction.rounding(np.minimum(np.abs(x), fmt.sign_bit))
     value = np.clip(np.copysign(magnitude, x), -fmt.sign_bit, fmt.max_code)
     return value.astype(np.int64) & (2**fmt.bits - 1)

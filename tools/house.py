@@ -26,18 +26,18 @@ ROOT = Path(__file__).resolve().parents[1]
 # Count -> (limit, which only goes down; goal)
 LIMITS: dict[str, tuple[float, float]] = {
     "code lines of the package": (62000, 52000),
-    "Python modules": (206, 200),
+    "Python modules": (200, 200),
     "Python modules in one folder": (15, 15),
-    "import lines": (3700, 3300),
+    "import lines": (3400, 3300),
     "texts per code line": (0.36, 0.38),
     "docstring lines of private functions": (1800, 2500),
     "code lines of tests": (53000, 42000),
-    "files entered by the first quantize": (11, 10),
-    "files entered by the first dequantize": (13, 11),
+    "files entered by the first quantize": (10, 10),
+    "files entered by the first dequantize": (12, 11),
     "files entered by the first matmul": (11, 9),
     "files entered by quantize, specification": (12, 12),
-    "files entered by a conversion": (46, 40),
-    "files entered by a verification": (46, 40),
+    "files entered by a conversion": (40, 40),
+    "files entered by a verification": (40, 40),
 }
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 _LAYOUT = (tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER, tokenize.COMMENT)

@@ -476,10 +476,7 @@ def _encode(
     scale: TensorScale,
     factors: np.ndarray | None,
 ) -> Iterator[Cut]:
-    """Encode a matrix by the library, and yield the rows and columns of each tile that the library cannot encode.
-
-    factors: the factors by which the elements of each block are encoded; None if the library computes them.
-    """
+    """Encode a matrix by the library, and yield the rows and columns of each tile that the library cannot encode."""
     # The caller must encode these tiles by the specification.
     call = encode_call(x, kernels, packed.strides[0], 0 if scales is None else scales.strides[0], options.hadamard)
     tiles, (tensor, step) = Tiles(len(x), x.shape[1], call.tile_rows, call.tile_columns), tensor_rows(scale, len(x))

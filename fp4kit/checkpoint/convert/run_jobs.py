@@ -552,12 +552,7 @@ class JobScheduler:
                 self._tick(self._jobs[now.key].nbytes_in)
 
     def _first(self) -> Iterator[FunctionCall[Any]]:
-        """Yield the calls that can start at once, because they need no result of another call:
-
-        - measurements that the journal does not hold
-        - jobs that need no measurement, or only measurements that the journal holds
-        - calls that sync and hash files that are complete already
-        """
+        """Yield the calls that can start at once, because they need no result of another call."""
         for path, waiting in self._unwritten.items():
             if not waiting:
                 yield from _last_calls(path)
