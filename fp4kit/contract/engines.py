@@ -266,7 +266,7 @@ mxfp8-w8a8-even | | mxfp8-torchao-even-018 | | same
         "",
         "cpu",
         "mlx-cpu",
-        "recorded live",
+        "live live",
         "an x86-64 CPU",
         """
 nvfp4-w4a16 | mlx-nvfp4 | nvfp4-mlx-cpu | |

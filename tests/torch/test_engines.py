@@ -11,9 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 from exhaustive import exhaustive
+from inputs import BF16
 
 import fp4kit
 from fp4kit.checkpoint import Activations, convert
+from fp4kit.evidence.testing import assert_same_bits
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -139,6 +141,43 @@ def test_logits_of_torchao(tmp_path: Path, scheme: str) -> None:
     engine = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "trained", dtype=torch.bfloat16)
     quantized_by_torchao(engine, scheme)
     assert_equal_logits(model, engine)
+
+
+OF_MLX = [row.scheme for row in fp4kit.servings() if row.engine == "MLX"]
+
+
+@pytest.mark.parametrize("scheme", [OF_MLX[0], *exhaustive(OF_MLX[1:])])
+def test_logits_of_mlx(tmp_path: Path, scheme: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """mlx-lm loads the trained weights, and its logits are the same if fp4kit multiplies in its quantized layers.
+
+    The logits of the model in PyTorch differ, because attention and norms of MLX add in other orders.
+    """
+    mx, nn, utils = (pytest.importorskip(name) for name in ("mlx.core", "mlx.nn", "mlx_lm.utils"))
+    trainer = trained(model_of("Llama", tmp_path / "base"), engine="MLX", scheme=scheme)
+    trainer.save_pretrained(tmp_path / "trained")
+    convert(tmp_path / "trained", tmp_path / "served", engine="MLX", scheme=scheme)
+    with mx.stream(mx.cpu):
+        model, _ = utils.load_model(tmp_path / "served")
+        names, contract = {id(layer): name for name, layer in model.named_modules()}, fp4kit.serving("MLX", scheme)
+        expected, calls = np.array(model(mx.array(TOKENS.numpy())).astype(mx.float32)), []
+
+        def by_fp4kit(layer: Any, x: Any) -> Any:
+            trained_layer = trainer.get_submodule(names[id(layer)])
+            settings = {"group_size": layer.group_size, "bits": layer.bits, "mode": layer.mode}
+            loaded = np.array(mx.dequantize(layer.weight, layer.scales, **settings).astype(mx.float32))
+            assert_same_bits(trained_layer.weight.detach().float().numpy(), loaded)
+            original = trained_layer.parametrizations.weight.original.detach()
+            q = fp4kit.quantize(original, contract.weights).to("numpy")
+            inputs = np.array(x.astype(mx.float32))
+            inputs = inputs.astype(BF16) if x.dtype == mx.bfloat16 else inputs
+            y = fp4kit.matmul(inputs.reshape(-1, inputs.shape[-1]), q, unit=contract.unit, out_dtype=inputs.dtype)
+            calls.append(names[id(layer)])
+            return mx.array(y.astype(np.float32)).astype(x.dtype).reshape(*x.shape[:-1], -1)
+
+        monkeypatch.setattr(nn.QuantizedLinear, "__call__", by_fp4kit)
+        found = np.array(model(mx.array(TOKENS.numpy())).astype(mx.float32))
+    assert len(calls) == 14
+    assert_same_bits(found, expected)
 
 
 WRONG = [
