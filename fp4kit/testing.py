@@ -20,7 +20,7 @@ _ALL = 1 << 62  # more elements than any layer has
 
 def assert_same_bits(
     train: Any,
-    rollout: Any,
+    rollout: Any = None,
     *,
     weights: Any = None,
     inputs: str | Path | Mapping[str, Any] | None = None,
@@ -28,6 +28,8 @@ def assert_same_bits(
     elements: int | None = None,
     layers: int | None = None,
     seconds: float | None = None,
+    engine: str | None = None,
+    scheme: str | None = None,
 ) -> None:
     """Raise AssertionError unless a trainer and a rollout engine compute with equal bits.
 
@@ -38,10 +40,11 @@ def assert_same_bits(
     Args:
         train: the side of the trainer: everything that `parity` accepts, or a single array, tensor, number, list or
             Quantized.
-        rollout: the side of the rollout engine. If one side is a single array or Quantized, so is the other.
+        rollout: the side of the rollout engine. If one side is a single array or Quantized, so is the other. None for
+            the contract of `engine` and `scheme` alone.
         weights: the unquantized weights, as for `parity`. If the sides are single arrays or Quantized, a single array.
         elements: the number of elements per layer that are compared. None compares all, unlike `parity`.
-        inputs, kv, layers, seconds: see `parity`.
+        inputs, kv, layers, seconds, engine, scheme: see `parity`.
 
     Raises:
         AssertionError: a bit differs, the shapes differ, or a layer is on one side only.
@@ -76,13 +79,14 @@ def assert_same_bits(
     if all(alone) and 0 in train["array"].shape:
         return
     most = _ALL if elements is None else elements
-    found = parity(train, rollout, weights=weights, inputs=inputs, kv=kv, elements=most, layers=layers, seconds=seconds)
+    limits: dict[str, Any] = {"elements": most, "layers": layers, "seconds": seconds}
+    found = parity(train, rollout, weights=weights, inputs=inputs, kv=kv, **limits, engine=engine, scheme=scheme)
     if not found:
         raise AssertionError(_message(found))
 
 
 def _detached(side: Any) -> Any:
-    """Return a dict of tensors with PyTorch's tensors detached from their gradients; other sides as they are."""
+    """Return a dict of tensors without gradients, which parity refuses to lose; other sides as they are."""
     if not isinstance(side, dict):
         return side
     return {name: one.detach() if hasattr(one, "detach") else one for name, one in side.items()}
@@ -109,7 +113,6 @@ def _other_shapes(train: Any, rollout: Any) -> str:
 
 
 def _message(found: Parity) -> str:
-    """Return the verdict, the first difference and its element step by step, and what one side alone has."""
     lines = [f"train and rollout differ: {found.verdict}"]
     if found.differing:
         lines.append(str(_first(found.differing)))

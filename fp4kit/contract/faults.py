@@ -106,12 +106,10 @@ def between_sides(compared: Sequence[Rows], wholes: Sequence[Whole | None], rows
 
 
 def _dtypes(a: Matrix, b: Matrix) -> int:
-    """Return how many dtypes two parts without codes have."""
     return len({one.dtype for one in (a, b) if isinstance(one, np.ndarray)})
 
 
 def _alike(a: Matrix, b: Matrix) -> bool:
-    """Return whether two parts are equal in every stored byte."""
     if isinstance(a, Quantized) and isinstance(b, Quantized):
         return a.recipe == b.recipe and side_rows.equal(a, b)
     return isinstance(a, np.ndarray) and isinstance(b, np.ndarray) and same(a, b)
@@ -175,7 +173,6 @@ def between(part: Matrix, right: Matrix, of: str) -> Fault | None:
 
 
 def _of_scales(part: Quantized, right: Quantized, of: str) -> Fault | None:
-    """Return the fault of the scales, if the codes are equal."""
     p, q = part.tensor_scale, right.tensor_scale
     if part.recipe.element != right.recipe.element or not same(part.packed, right.packed):
         return None
@@ -208,7 +205,6 @@ def _factor(part: Matrix, right: Matrix) -> float | None:
 
 
 def _values(matrix: Matrix) -> np.ndarray:
-    """Return the values of a matrix, decoded to float32 if it has codes."""
     return np.asarray(matrix.dequantize(np.float32) if isinstance(matrix, Quantized) else matrix)
 
 
@@ -255,7 +251,6 @@ def orientation(x: Matrix, part: Matrix, rows: np.ndarray, tried: Sequence[Arith
 
 
 def _corner(matrix: Matrix, rows: int, columns: int) -> np.ndarray:
-    """Return the values of the first rows and columns of a matrix."""
     box = slice(0, min(rows, matrix.shape[0])), slice(0, min(columns, matrix.shape[1]))
     return _values(box_of(matrix, box) if isinstance(matrix, Quantized) else matrix[box])
 
@@ -303,7 +298,6 @@ def _moved(own: list[bytes], wanted: list[bytes], places: Sequence[int]) -> tupl
 
 
 def _rows(matrix: Matrix) -> list[bytes]:
-    """Return the bytes of each row: its codes and block scales, or its values."""
     arrays = [*map(np.ascontiguousarray, _stored(matrix))]
     return [b"".join(one[i].tobytes() for one in arrays) for i in range(len(arrays[0]))]
 
@@ -315,7 +309,6 @@ def _columns(matrix: Matrix, count: int) -> list[bytes]:
 
 
 def _stored(matrix: Matrix) -> list[np.ndarray]:
-    """Return the codes and block scales of a matrix, or the values of one without codes."""
     parts = (matrix.packed, matrix.block_scale) if isinstance(matrix, Quantized) else (matrix,)
     return [part for part in parts if part is not None]
 
@@ -349,7 +342,6 @@ def seen(compared: Sequence[Rows], recipes: Sequence[Recipe | None], found: Laye
 
 
 def _is_named(found: LayerParity) -> bool:
-    """Return whether the text about a layer already names a cause: it has one besides the nearest recipe."""
     return bool(found.setting) and "nearest is" not in found.setting and "instead of codes" not in found.setting
 
 
