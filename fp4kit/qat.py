@@ -22,8 +22,8 @@ from fp4kit.checkpoint.plan.request import Request
 from fp4kit.checkpoint.selection import selection
 from fp4kit.checkpoint.selection.names import adapter_tensor, partly_converted, shared_amax_groups, unwrapped
 from fp4kit.contract.engines import Serving, serving_of
-from fp4kit.recipes import Recipe, recipe_of
-from fp4kit.recipes.schema import as_stored
+from fp4kit.recipes import Recipe, recipe_of, rules
+from fp4kit.recipes.schema import as_stored, decoding
 from fp4kit.storage.files import CheckpointError
 from fp4kit.training.settings import are_words
 
@@ -203,6 +203,8 @@ def make_plan(choice: QatChoice, weights: Sequence[TrainedWeight]) -> QatPlan:
     ]
     rounded = form is not None and choice.served_dtype is None and any(row.dtype == "float32" for row in selected)
     stored, format = (choice.recipe, "") if form is None else (as_stored(choice.recipe, form.divides), form.format)
+    if rules.DECODE_RULES[stored.decode_rule].loader and choice.served_dtype is not None:
+        stored = decoding(stored, choice.served_dtype)
     return QatPlan(stored, format, tuple(rows), shares, note, choice.served_dtype, rounded)
 
 

@@ -9,15 +9,18 @@ Run it after a change to the recipes or rules. A test fails if the file is not u
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from fp4kit.cpu.codec import computed_format, decode_key, element_key, rule_key, tensor_key, top_rule
 from fp4kit.cuda.compiler import constant, decode_rule, format_struct
 from fp4kit.formats import E2M1, E4M3, ElementFormat, IntegerOrFloat
 from fp4kit.recipes import Recipe, recipe, recipes
+from fp4kit.recipes.rules import DECODE_RULES
 from fp4kit.recipes.schema import as_stored, decoding, faking, then_encodes
 
 PATH = Path(__file__).parent / "source" / "recipes.inc"
+DTYPES = ("float32", "float16", "bfloat16")
 
 
 Facts = dict[str, object]  # members of a C++ struct: {name of a type: type} and {"type name" of a constant: value}
@@ -31,11 +34,12 @@ def text() -> str:
     four_over_six = {key: rules.pop(key) for key, r in tuple(rules.items()) if r.four_over_six}
     tensors = {key: r for r in reversed(table) if (key := tensor_key(r)) is not None}
     elements = {element_key(r): r for r in reversed(table)}
-    dtypes = ("float32", "float16", "bfloat16")
-    decoded = [other for r in table for other in {faking(r), *(decoding(r, dtype) for dtype in dtypes)}]
+    decoded = [other for r in table for other in {faking(r), *(decoding(r, dtype) for dtype in DTYPES)}]
     for r in table:  # decoders of checkpoints, which may store the tensor scale or its reciprocal
         has_both = r.tensor_scaling == "tensor" and r.scale is not None
         decoded += [] if r.fake_only else [as_stored(r, divides) for divides in (False, True)[: 1 + has_both]]
+        loads = has_both or (r.scale is None and not r.element.is_integer)
+        decoded += _loaded(r) if loads else []
     decodes = {decode_key(r): r for r in reversed(decoded)}
     # (struct, macro that lists the structs, {key: a recipe with this key}, the members of a recipe's struct)
     kinds: tuple[tuple[str, str, dict[str, Recipe], Callable[[Recipe], Facts]], ...] = (
@@ -53,6 +57,13 @@ def text() -> str:
         entries = (f'{macro}("{key}", {name}{i})' for i, key in enumerate(sorted(found)))
         lines.append(f"#define {macro}S " + " ".join(entries))
     return "\n".join([*lines, ""])
+
+
+def _loaded(r: Recipe) -> list[Recipe]:
+    """Return copies of a recipe with the decode rules of loaders that fit its scales."""
+    scale = r.scale and r.scale.name
+    fitting = [name for name, rule in DECODE_RULES.items() if rule.loader and scale in rule.scales]
+    return [decoding(replace(r, decode_rule=name), dtype) for name in fitting for dtype in DTYPES]
 
 
 def _format(f: ElementFormat) -> str:

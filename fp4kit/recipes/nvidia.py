@@ -243,7 +243,15 @@ def modelopt() -> Made:
         exact="values of the fake quantizer on a GPU",
     )
     yield fp8
-    yield variant(fp8, "fp8-modelopt-channel", "tensor_scaling=row")
+    channel = variant(fp8, "fp8-modelopt-channel", "tensor_scaling=row")
+    yield channel
+    yield variant(
+        channel,
+        "fp8-modelopt-channel-cpu",
+        "tensor_rule=fp8_modelopt_cpu",
+        exact="values of the fake quantizer on a CPU, per channel and per token, where PyTorch computes 448 / amax as "
+        "(1 / amax) * 448. With one amax per tensor, the CPU gives fp8-modelopt",
+    )
     int8 = variant(
         fp8,
         "int8-modelopt",

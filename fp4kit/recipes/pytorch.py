@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fp4kit import formats
-from fp4kit.formats import MXFP4, MXFP6_E2M3, MXFP6_E3M2, MXFP8_E4M3, NVFP4, BlockFormat
-from fp4kit.recipes.schema import Alias, Made, Recipe, Versions, of_format, producer, variant
+from fp4kit.formats import E4M3, MXFP4, MXFP6_E2M3, MXFP6_E3M2, MXFP8_E4M3, NVFP4, BlockFormat
+from fp4kit.recipes.schema import Alias, Made, Recipe, Versions, of_format, producer, unscaled, variant
 
 
 @producer("ocp", "OCP MX", "v1.0")
@@ -209,6 +209,30 @@ def compressed_tensors() -> Made:
         "input_global_scale 2688 * (1 / tensor_amax) in float32. That scale is not rounded to the dtype of x. Not "
         "equal for a tensor_amax below 1e-8",
         versions=_COMPRESSED_VERSIONS,
+    )
+    fp8 = unscaled(
+        E4M3,
+        "fp8-compressed-tensors",
+        "tensor_scaling=tensor tensor_rule=fp8_compressed_tensors apply=divide round_scaled=True sign=negative "
+        "amax_nan=propagate",
+        source=_COMPRESSED_FORWARD,
+        exact="values of the fake quantizer of activations with strategy tensor, in the dtype of x, in which scales "
+        "and quotients are rounded. Also with strategy token for 2-d inputs, which then share one scale",
+        versions=_COMPRESSED_VERSIONS,
+    )
+    yield fp8
+    yield variant(
+        fp8,
+        "fp8-compressed-tensors-token",
+        "tensor_scaling=row",
+        exact="values of the fake quantizer of activations with strategy token, in the dtype of x, for inputs of three "
+        "or more dimensions, as layers of a model get them; for 2-d inputs use fp8-compressed-tensors",
+    )
+    yield variant(
+        fp8,
+        "fp8-compressed-tensors-group",
+        "tensor_scaling=block block=1x128",
+        exact="values of the fake quantizer of activations with strategy group and group_size 128, in the dtype of x",
     )
     yield _compressed_tensors_mx(MXFP4, "mxfp4-compressed-tensors", "sign=negative nan_code=0")
     yield _compressed_tensors_mx(MXFP6_E2M3, "mxfp6-compressed-tensors")

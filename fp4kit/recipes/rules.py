@@ -163,6 +163,8 @@ TENSOR_RULES: dict[str, str] = {
     "compressed_tensors": "E4M3",
     "mlx": "E4M3",
     "fp8_modelopt": "float",
+    "fp8_modelopt_cpu": "float",
+    "fp8_compressed_tensors": "float",
     "fp8_comfy_kitchen": "float",
     "fp8_deepseek": "float",
     "fp8_transformers": "float",
@@ -204,6 +206,8 @@ class DecodeRule(NamedTuple):
         numbers: True if the NaN codes of elements decode as if they were ordinary numbers. For example, code 7F of E4M3
             becomes 480.
         fake: name of the rule to use instead in fake_quantize; "" if this rule is used.
+        loader: True if the rule is that of an engine that loads codes and scales of any producer from a checkpoint.
+        to_bfloat16: True if values are rounded to bfloat16 before they are rounded to the dtype of the result.
     """
 
     scales: tuple[str | None, ...]
@@ -213,6 +217,8 @@ class DecodeRule(NamedTuple):
     bfloat16: str = ""
     numbers: bool = False
     fake: str = ""
+    loader: bool = False
+    to_bfloat16: bool = False
 
 
 _POWERS = DecodeRule(("E8M0",))
@@ -220,7 +226,9 @@ DECODE_RULES: dict[str, DecodeRule] = {
     "product": DecodeRule(("E4M3", None)),
     "te": DecodeRule(("E4M3",), needs_amax=True),
     "compressed_tensors": DecodeRule(("E4M3",), needs_amax=True),
+    "compressed_tensors_bfloat16": DecodeRule(("E4M3",), needs_amax=True, loader=True, to_bfloat16=True),
     "stored_divisor": DecodeRule(("E4M3",)),
+    "stored_divisor_bfloat16": DecodeRule(("E4M3",), loader=True, to_bfloat16=True),
     "vllm_cuda": DecodeRule(("E4M3",), needs_amax=True),
     "flashinfer_kv": DecodeRule(("E4M3",)),
     "auto_round": DecodeRule(("E4M3",)),
@@ -233,6 +241,9 @@ DECODE_RULES: dict[str, DecodeRule] = {
     "comfy_kitchen_bfloat16": DecodeRule(("E4M3",)),
     "fp8_comfy_kitchen": DecodeRule(
         (None,), float16="fp8_comfy_kitchen_float16", bfloat16="fp8_comfy_kitchen_bfloat16"
+    ),
+    "fp8_compressed_tensors": DecodeRule(
+        (None,), float16="fp8_comfy_kitchen_float16", bfloat16="fp8_comfy_kitchen_bfloat16", loader=True
     ),
     "fp8_comfy_kitchen_float16": DecodeRule((None,)),
     "fp8_comfy_kitchen_bfloat16": DecodeRule((None,)),

@@ -256,8 +256,13 @@ def searching(r: Recipe) -> Recipe:
 
 @lru_cache(256)
 def as_stored(r: Recipe, divides: bool) -> Recipe:
-    """Return a copy of r with the decode rule of a program that loads the codes and scales from a checkpoint."""
-    if r.scale is not None and r.scale.name == "E8M0":
+    """Return a copy of r with the decode rule of a program that loads the codes and scales from a checkpoint.
+
+    A rule that is a loader's already stays.
+    """
+    if rules.DECODE_RULES[r.decode_rule].loader:
+        rule = r.decode_rule
+    elif r.scale is not None and r.scale.name == "E8M0":
         rule = "e8m0"
     elif not divides:
         rule = "product"

@@ -88,6 +88,9 @@ DECODE_RULES: dict[str, Callable[..., Array]] = {
     "te": lambda v, s, t, r: v * (_e4m3(s) * t.amax * (ONE / full_range(r))),
     # compressed-tensors stores t.encode as its global scale; vLLM decodes so too
     "compressed_tensors": lambda v, s, t, r: v * (_e4m3(s) / t.encode),
+    # transformers with dequantize=True; values are then rounded to bfloat16 (DecodeRule.to_bfloat16)
+    "compressed_tensors_bfloat16": lambda v, s, t, r: v * (_e4m3(s) / t.encode),
+    "stored_divisor_bfloat16": lambda v, s, t, r: v * (_e4m3(s) / (ONE / t.decode)),
     # compressed-tensors decodes codes of another producer, which computes only t.decode, so: the divisor 1 / t.decode
     "stored_divisor": lambda v, s, t, r: v * (_e4m3(s) / (ONE / t.decode)),
     # Source: vLLM _nvfp4_quant_dequant_kernel
@@ -110,6 +113,8 @@ DECODE_RULES: dict[str, Callable[..., Array]] = {
     "comfy_kitchen_bfloat16": lambda v, s, t, r: _narrow_scales(v, s, t, BFLOAT16),
     # Source: comfy-kitchen backends/eager/quantization.py dequantize_per_tensor_fp8
     "fp8_comfy_kitchen": _product,
+    # Source: transformers, which loads the scales of compressed-tensors in the dtype of the model
+    "fp8_compressed_tensors": _product,
     "fp8_comfy_kitchen_float16": lambda v, s, t, r: v * round_to(np.asarray(t.decode), HALF),
     "fp8_comfy_kitchen_bfloat16": lambda v, s, t, r: v * round_to(np.asarray(t.decode), BFLOAT16),
     "int_modelopt": lambda v, s, t, r: _int_modelopt(v, t),
@@ -166,6 +171,8 @@ def dequantize_tile(codes: Array, scales: Array | None, recipe: Recipe, tensor: 
         unknown = expanded.amax < 0
         if unknown.any():
             decoded = np.where(unknown, _product(values, scales, expanded, recipe), decoded)
+        if rules.DECODE_RULES[recipe.decode_rule].to_bfloat16:
+            decoded = round_to(show("decoded value before it is rounded to bfloat16", decoded), BFLOAT16)
         return show("decoded value", decoded.reshape(m, k))
 
 

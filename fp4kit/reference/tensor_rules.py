@@ -207,6 +207,35 @@ def tensor_fp8_modelopt(amax: Array, recipe: Recipe, dtype: Dtype) -> Pair:
     return encode_scale, ONE / encode_scale
 
 
+def tensor_fp8_modelopt_cpu(amax: Array, recipe: Recipe, dtype: Dtype) -> Pair:
+    """Return the tensor scales (encode, decode) of Model-Optimizer for FP8 with one amax per row, on a CPU.
+
+        encode = (1 / amax) * 448
+        decode = 1 / encode
+
+    The quotient and the product are rounded one after the other, as PyTorch computes 448 / amax on a CPU if amax has
+    several elements. An amax of at most 2^-24, 0 included, counts as 1. An infinite amax gives encode = 0 and decode =
+    inf, and NaN gives NaN. dtype is not used.
+    """
+    encode_scale = ONE / np.where(amax <= TINY_AMAX, ONE, amax) * recipe.element.max
+    return encode_scale, ONE / encode_scale
+
+
+def tensor_fp8_compressed_tensors(amax: Array, recipe: Recipe, dtype: Dtype) -> Pair:
+    """Return the tensor scales (encode, decode) of compressed-tensors for FP8.
+
+        decode = T(amax / 448), or eps if this quotient is 0
+        encode = 1 / decode
+
+    T rounds to dtype, the dtype of the elements, and eps is the distance from 1 to the next larger number of dtype. An
+    infinite amax gives decode = inf and encode = 0, and NaN gives NaN. Source: compressed-tensors
+    quantization/utils/helpers.py calculate_qparams.
+    """
+    decode_scale = round_to(np.asarray(amax / recipe.element.max, np.float32), dtype)
+    decode_scale = np.where(decode_scale == 0, np.float32(ml_dtypes.finfo(dtype).eps), decode_scale)
+    return ONE / decode_scale, decode_scale
+
+
 def tensor_fp8_transformers(amax: Array, recipe: Recipe, dtype: Dtype) -> Pair:
     """Return the tensor scales (encode, decode) of transformers for FP8.
 

@@ -128,9 +128,11 @@ def fake_quantize_model(
         TypeError: adapters is "merged", and an adapter of a quantized parameter cannot be merged.
 
     Exact:
-        In float32 the values equal, bit for bit, what a loader of the format decodes from the converted checkpoint. For
-        "compressed-tensors" this is value * (scale / divisor), and otherwise value * (scale * tensor_scale). In
-        bfloat16 and float16 these values are rounded once, also by served_dtype. With adapters="merged", they are those
+        The values equal, bit for bit, what a loader decodes from the converted checkpoint if it computes in float32 and
+        rounds once. For "compressed-tensors" this is value * (scale / divisor), and otherwise value * (scale *
+        tensor_scale). In bfloat16 and float16 these values are rounded once, also by served_dtype. A recipe with the
+        decode rule of another loader keeps it: fp8_compressed_tensors rounds FP8 scales to the dtype of the values
+        first, and compressed_tensors_bfloat16 and stored_divisor_bfloat16 round values to bfloat16 first. With adapters="merged", they are those
         of the checkpoint that merge_and_unload() of PEFT gives. A layer of zeros is read as zeros with their signs. A
         weight that contains NaN cannot be converted. If the recipe has a tensor scale, reading this weight, or one that
         shares its tensor amax, raises ValueError on the CPU.

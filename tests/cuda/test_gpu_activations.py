@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import ml_dtypes
@@ -16,9 +17,21 @@ pytestmark = ON_GPU
 
 NAMES = (
     *(name for name in fp4kit.recipes() if "token" in name),
-    *("nvfp4-flashinfer-static", "nvfp4-vllm-static-divisor", "nvfp4-vllm-online", "nvfp4-sglang-online"),
+    *("nvfp4-compressed-tensors-static", "fp8-compressed-tensors", "fp8-compressed-tensors-group"),
+    *("fp8-modelopt-channel-cpu", "nvfp4-flashinfer-static"),
+    *("nvfp4-vllm-static-divisor", "nvfp4-vllm-online", "nvfp4-sglang-online"),
 )
-FEW = ("nvfp4-flashinfer-token", "nvfp4-flashinfer-token-precise", "nvfp4-sglang-online")  # one per tensor rule
+FEW = (  # one per tensor rule
+    *("nvfp4-flashinfer-token", "nvfp4-flashinfer-token-precise", "nvfp4-sglang-online"),
+    *("fp8-compressed-tensors-token", "fp8-modelopt-channel-cpu"),
+)
+# (recipe, decode rule of transformers for the weights that it loads)
+LOADED = [
+    ("fp8-modelopt-channel", "fp8_compressed_tensors"),
+    ("fp8-deepgemm-block", "fp8_compressed_tensors"),
+    ("nvfp4-compressed-tensors", "compressed_tensors_bfloat16"),
+    ("nvfp4-te", "stored_divisor_bfloat16"),
+]
 BF16 = ml_dtypes.bfloat16
 
 
@@ -32,8 +45,9 @@ def tokens(dtype) -> np.ndarray:
 def check(name, dtype) -> None:
     """Assert that codes, scales and values of tokens on the GPU have the bits of the CPU, also those of zeros alone."""
     x = tokens(dtype)
+    x = x[:, :128] if name.endswith("group") else x
     d = cupy.asarray(x)
-    for layout in ("linear", "swizzled_128x4"):
+    for layout in ("linear", "swizzled_128x4") if fp4kit.recipe(name).scale else ("linear",):
         agree(fp4kit.quantize, x, name, scale_layout=layout)
     assert_same(fp4kit.quantize(cupy.zeros_like(d), name), fp4kit.quantize(np.zeros_like(x), name))
     agree(fp4kit.dequantize, fp4kit.quantize(x, name))
@@ -51,7 +65,16 @@ def test_all_recipes_and_dtypes(name) -> None:
         check(name, dtype)
 
 
-@pytest.mark.parametrize("name", by_default(FEW[:1], NAMES))
+@pytest.mark.parametrize(("name", "rule"), LOADED)
+def test_weights_as_transformers_loads_them(name, rule) -> None:
+    r = replace(fp4kit.recipe(name), id="loaded", decode_rule=rule)
+    for dtype in (np.float32, np.float16, BF16):
+        x = np.array(blocks(dtype, 40, 256))
+        agree(fp4kit.dequantize, fp4kit.quantize(x, r))
+        agree(fp4kit.fake_quantize, x, r)
+
+
+@pytest.mark.parametrize("name", by_default(FEW[:1], [name for name in NAMES if not name.startswith("fp8")]))
 def test_tokens_sorted_by_expert(name) -> None:
     x = tokens(BF16)
     d = cupy.asarray(x)

@@ -306,7 +306,7 @@ STATED = {  # {recipe: (scales of a tensor or row, scale of a block)}
     "nvfp4-vllm-online": (vllm_online, fast),
     "nvfp4-sglang-online": (sglang_online, precise),
 }
-TOKENS = [name for name in fp4kit.recipes() if fp4kit.recipe(name).tensor_scaling == "row" and "token" in name]
+TOKENS = [name for name in fp4kit.recipes("nvfp4") if fp4kit.recipe(name).tensor_scaling == "row" and "token" in name]
 
 
 @np.errstate(all="ignore")

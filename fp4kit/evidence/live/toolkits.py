@@ -228,6 +228,11 @@ COMPRESSED_TENSORS = Adapter(
         "nvfp4-compressed-tensors-static": ProducerCall(
             partial(_compressed_inputs, strategy="tensor_group", bits=4, size=16)
         ),
+        "fp8-compressed-tensors": SATURATING(partial(_compressed_inputs, strategy="tensor")),
+        "fp8-compressed-tensors-token": SATURATING(partial(_compressed_inputs, strategy="token")),
+        "fp8-compressed-tensors-group": SATURATING(
+            partial(_compressed_inputs, strategy="group", size=128), columns=128
+        ),
         **{
             f"mxfp{bits}-compressed-tensors": ProducerCall(
                 partial(_compressed, compressor=compressor, bits=bits), exempt=(ROUNDS_BEYOND_DTYPE,)
@@ -274,6 +279,7 @@ def _modelopt_decode(q: fp4kit.Quantized, kind: str) -> np.ndarray:
 
 MODELOPT_LEFT_OUT = {
     "needs a calibrated quantizer of a model": ("nvfp4-modelopt-static", "nvfp4-modelopt-static-4over6"),
+    "needs a quantizer of a model; the tests compare recorded values": ("fp8-modelopt-channel-cpu",),
     "its sweep is a kernel of Model-Optimizer, which needs a GPU": ("nvfp4-modelopt-mse",),
     "is a kernel of Model-Optimizer, which needs a GPU": (
         *("nvfp4-modelopt-fake", "nvfp4-modelopt-static-fake"),

@@ -76,6 +76,17 @@ struct decode_stored_divisor : decode_product {
     return decode_scale<R>(code) / (1.0f / t.decode);
   }
 };
+// The rule Base, whose values are then rounded to bfloat16, whatever the type of the result.
+template <class Base>
+struct through_bfloat16 : Base {
+  FP4KIT_DEVICE float apply(float value, float scale) { return round_to<Bfloat16>(value * scale); }
+};
+struct decode_compressed_tensors_bfloat16 : through_bfloat16<decode_compressed_tensors> {
+  static constexpr bool kNeedsAmax = true;
+};
+struct decode_stored_divisor_bfloat16 : through_bfloat16<decode_stored_divisor> {
+  static constexpr bool kNeedsAmax = false;
+};
 struct decode_vllm_cuda : decode_product {
   static constexpr bool kNeedsAmax = true;
   template <class R>
@@ -98,6 +109,7 @@ struct decode_comfy_kitchen_bfloat16 : comfy_kitchen_narrow<Bfloat16> {};
 // The rules of comfy-kitchen for FP8. An element is value * tensor scale. If the result has the 16-bit type Out, the
 // tensor scale is rounded to Out first.
 struct decode_fp8_comfy_kitchen : decode_tensor {};
+struct decode_fp8_compressed_tensors : decode_tensor {};
 template <class Out>
 struct fp8_comfy_kitchen_narrow : decode_tensor {
   template <class R>

@@ -159,6 +159,29 @@ struct tensor_fp8_modelopt {
   }
 };
 
+struct tensor_fp8_modelopt_cpu {
+  template <class R, class In>
+  FP4KIT_DEVICE TensorScale scale(float amax) {
+    const float encode = 1.0f / (amax <= kTinyAmax ? 1.0f : amax) * max_of<typename R::Element>();
+    return {encode, 1.0f / encode, amax};
+  }
+};
+
+// Epsilon<In>::kValue is the distance from 1 to the next larger number of the type In.
+template <class In>
+struct Epsilon {
+  static constexpr float kValue = sizeof(typename In::Bits) == 4 ? 0x1p-23f : In::kIsBfloat16 ? 0x1p-7f : 0x1p-10f;
+};
+
+struct tensor_fp8_compressed_tensors {
+  template <class R, class In>
+  FP4KIT_DEVICE TensorScale scale(float amax) {
+    const float rounded = round_to<In>(amax / max_of<typename R::Element>());
+    const float decode = rounded == 0.0f ? Epsilon<In>::kValue : rounded;
+    return {1.0f / decode, decode, amax};
+  }
+};
+
 struct tensor_fp8_comfy_kitchen {
   template <class R, class In>
   FP4KIT_DEVICE TensorScale scale(float amax) {
