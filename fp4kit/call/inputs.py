@@ -16,15 +16,18 @@ from weakref import WeakKeyDictionary
 import ml_dtypes
 import numpy as np
 
-from fp4kit.arguments import as_index
+from fp4kit.arguments import as_float32, as_index
 from fp4kit.arithmetic import ieee
 from fp4kit.arrays import imports
 from fp4kit.arrays.returns import library_of
 from fp4kit.formats import E4M3, E8M0, FLOATS
 from fp4kit.layouts import padded_shape
 from fp4kit.quantized import container
-from fp4kit.recipes import Recipe
+from fp4kit.recipes import Recipe, recipe_of
 from fp4kit.recipes.rules import COMFYUI_STOCHASTICS, SCALE_STOCHASTICS
+from fp4kit.recipes.schema import by_divisor, takes_divisor
+
+TAKE_DIVISORS = "nvfp4-compressed-tensors-static, nvfp4-vllm-static-divisor or nvfp4-vllm-emulation"
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,32 @@ def parse_tensor_amax(
         return found if found.flags.c_contiguous else found.copy()
     found = check_tensor_amax(op, given, moved_shape, recipe, name)
     return imports.to_device(found) if on_device else found
+
+
+def by_input_global_scale(
+    op: str, recipe: Any, scale: Any, tensor_amax: Any, name: str = "input_global_scale"
+) -> tuple[Recipe, np.float32]:
+    """Return the recipe and the tensor_amax with which an operation uses a stored divisor, input_global_scale."""
+    r = recipe_of(op, recipe)
+    if tensor_amax is not None:
+        raise ValueError(f"{op}: tensor_amax and input_global_scale are both given; needs one of them")
+    if not takes_divisor(r):
+        raise ValueError(f"{op}: {r.id} takes no {name.partition('[')[0]}; needs a recipe such as {TAKE_DIVISORS}")
+    return by_divisor(r), check_divisor(op, name, scale)
+
+
+def check_limit(op: str, pass_through: Any, amax: Any) -> None:
+    """Raise ValueError if a clipped gradient has no limit, because a stored divisor takes the place of the amax."""
+    if pass_through is False and amax is None:
+        raise ValueError(f"{op}: pass_through is False, but input_global_scale gives no amax to clip by; pass amax too")
+
+
+def check_divisor(op: str, name: str, scale: Any) -> np.float32:
+    """Return a stored scale as float32, or raise an error unless it is a positive, finite number."""
+    found = as_float32(op, name, scale, "needs a number, or an array of one element")
+    if not (found > 0 and np.isfinite(found)):
+        raise ValueError(f"{op}: {name} is {scale!s:.60}; needs a positive float32 number")
+    return found
 
 
 def _check_on_device(op: str, name: str, array: Any) -> None:

@@ -252,6 +252,10 @@ def columnwise(call: Call, options: QuantizeOptions) -> Call:
 
 def with_amaxes(call: Call, tensor_amax: Any, block_amax: Any) -> Call:
     """Return a copy of the call with the caller's amaxes, checked, as float32 and in the memory of x."""
+    if tensor_amax is None and call.recipe.tensor_rule == "divisor":
+        raise ValueError(
+            f"{call.op}: {call.recipe.id} needs the stored divisor as tensor_amax; it is not computed from x"
+        )
     if tensor_amax is None and block_amax is None:
         return call._replace(tensor_amax=None, block_amax=None)
     facts = call.moved.shape, call.recipe, call.on_device

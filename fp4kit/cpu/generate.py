@@ -17,7 +17,7 @@ from fp4kit.cuda.compiler import constant, decode_rule, format_struct
 from fp4kit.formats import E2M1, E4M3, ElementFormat, IntegerOrFloat
 from fp4kit.recipes import Recipe, recipe, recipes
 from fp4kit.recipes.rules import DECODE_RULES
-from fp4kit.recipes.schema import as_stored, decoding, faking, then_encodes
+from fp4kit.recipes.schema import as_stored, by_divisor, decoding, faking, takes_divisor, then_encodes
 
 PATH = Path(__file__).parent / "source" / "recipes.inc"
 DTYPES = ("float32", "float16", "bfloat16")
@@ -32,7 +32,8 @@ def text() -> str:
     formats = {f.name: f for r in table for f in (r.element, r.scale or E4M3)}
     rules = {key: r for r in reversed(table) if (key := rule_key(r)) is not None}
     four_over_six = {key: rules.pop(key) for key, r in tuple(rules.items()) if r.four_over_six}
-    tensors = {key: r for r in reversed(table) if (key := tensor_key(r)) is not None}
+    by_divisors = [by_divisor(r) for r in table if takes_divisor(r)]
+    tensors = {key: r for r in reversed([*table, *by_divisors]) if (key := tensor_key(r)) is not None}
     elements = {element_key(r): r for r in reversed(table)}
     decoded = [other for r in table for other in {faking(r), *(decoding(r, dtype) for dtype in DTYPES)}]
     for r in table:  # decoders of checkpoints, which may store the tensor scale or its reciprocal

@@ -14,7 +14,7 @@ import fp4kit
 from fp4kit.arguments import as_entries, as_flag, as_index
 from fp4kit.arrays.returns import numpy_dtype
 from fp4kit.call import linear as linear_call
-from fp4kit.call.inputs import AbstractArray
+from fp4kit.call.inputs import AbstractArray, by_input_global_scale, check_limit
 from fp4kit.call.inputs import check_seed as check_seed_range
 from fp4kit.call.linear import OP, LinearSettings
 from fp4kit.call.parse import QuantizeOptions, backward_call, check_float, each, fake_call, quantize_call
@@ -64,6 +64,7 @@ def fake_quantize(
     *,
     axis: int = -1,
     tensor_amax: Any = None,
+    input_global_scale: Any = None,
     block_amax: Any = None,
     rounding: RoundingMode = "nearest",
     seed: Any = None,
@@ -95,6 +96,8 @@ def fake_quantize(
         axis: the axis along which blocks run.
         tensor_amax: the amax that determines the tensor scale, as in fp4kit.fake_quantize; None computes it from x. It
             gets no gradient.
+        input_global_scale: the stored divisor of a layer's inputs, in the place of tensor_amax, as in
+            fp4kit.fake_quantize. With pass_through=False, amax must be given too.
         block_amax: calibrated block amaxes, as in fp4kit.fake_quantize; None computes them from x. They get no
             gradient.
         rounding: "nearest" or "stochastic".
@@ -125,6 +128,12 @@ def fake_quantize(
         [1.0, 1.0]
     """
     x = as_jax("fake_quantize", x)
+    if input_global_scale is not None:
+        check_limit("fake_quantize", pass_through, amax)
+        is_known = not is_traced(input_global_scale)
+        known = input_global_scale if is_known else 1.0
+        recipe, divisor = by_input_global_scale("fake_quantize", recipe, known, tensor_amax)
+        tensor_amax = divisor if is_known else input_global_scale
     static, seed = static_options("fake_quantize", recipe, axis, rounding, seed, pass_through)
     given = TracedOptions(tensor_amax, block_amax, seed, amax)
     check_fake("fake_quantize", static, x, given)

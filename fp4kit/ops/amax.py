@@ -6,22 +6,31 @@ each own a shard of a weight, as in ZeRO or FSDP.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
 
-from fp4kit.arguments import as_float32, as_index
+from fp4kit.arguments import as_index
 from fp4kit.arrays.imports import import_arrays, on_device, to_device, to_host
 from fp4kit.arrays.returns import mark_written, returns_in_library
 from fp4kit.call import parse
-from fp4kit.call.inputs import check_disjoint, check_out, import_out, parse_tensor_amax, without_sign
+from fp4kit.call.inputs import (
+    TAKE_DIVISORS,
+    check_disjoint,
+    check_divisor,
+    check_out,
+    import_out,
+    parse_tensor_amax,
+    without_sign,
+)
 from fp4kit.call.search_scales import SearchRequest, search_call
 from fp4kit.ops.engines import run, with_threads
 from fp4kit.ops.quantize import quantize
 from fp4kit.ops.transforms import swizzle
 from fp4kit.quantized.container import Quantized, packed_shape
 from fp4kit.recipes import Recipe, recipe_of
+from fp4kit.recipes.rules import STORES_DIVISOR
+from fp4kit.recipes.schema import by_divisor
 from fp4kit.reference.arith import ONE
 from fp4kit.reference.block_rules import BLOCK_RULES
 from fp4kit.reference.four_over_six import codes_vllm_kv
@@ -199,10 +208,10 @@ def search_scales(
 
 OP = "quantize_static"
 # {tensor rule: the argument of quantize_static that recipes with this rule take}
-_DIRECTIONS = {"divided": "input_scale", "vllm": "input_global_scale"}
+_DIRECTIONS = {"divided": "input_scale", **dict.fromkeys(STORES_DIVISOR, "input_global_scale")}
 _RECIPES = {
     "input_scale": "nvfp4-vllm-static, nvfp4-flashinfer-static or nvfp4-comfy-kitchen-static",
-    "input_global_scale": "nvfp4-vllm-static-divisor",
+    "input_global_scale": TAKE_DIVISORS,
 }
 
 
@@ -222,21 +231,23 @@ def quantize_static(
     Args:
         x: float32, float16 or bfloat16 array (..., K).
         recipe: the recipe of the engine's kernel: nvfp4-vllm-static, nvfp4-flashinfer-static or
-            nvfp4-comfy-kitchen-static for input_scale, nvfp4-vllm-static-divisor for input_global_scale, or another
-            recipe with the tensor rule of one of them. It needs block scales and one scale per tensor, and must not
-            choose scales by their errors (4over6, searches).
+            nvfp4-comfy-kitchen-static for input_scale; nvfp4-compressed-tensors-static, nvfp4-vllm-static-divisor or
+            nvfp4-vllm-emulation for input_global_scale; or another recipe with the tensor rule of one of them. It needs
+            block scales and one scale per tensor, and must not choose scales by their errors (4over6, searches).
         input_scale: a scale that multiplies on decode (Model-Optimizer, ComfyUI), about amax / 2688. A number, or an
             array or a tensor of one element; it must be a positive float32 number.
         input_global_scale: a scale that divides on decode (compressed-tensors), about 2688 / amax.
         scale_layout: as in fp4kit.quantize.
 
     Returns:
-        A new Quantized. Its tensor_scale is input_scale, or the reciprocal of input_global_scale.
+        A new Quantized. Its tensor_scale is input_scale, or the reciprocal of input_global_scale. If no amax gives this
+        input_global_scale, its recipe is a copy of the recipe that holds the divisor itself in the place of
+        tensor_amax.
 
     Raises:
         TypeError: a scale is not a number.
         ValueError: not exactly one scale is given, it is not positive and finite, the recipe takes the other scale or
-            none, or no amax gives the input_global_scale.
+            none.
         TypeError, ValueError, NotImplementedError: as for fp4kit.quantize.
 
     Numerics:
@@ -245,7 +256,8 @@ def quantize_static(
     Exact:
         Equals fp4kit.quantize with a tensor_amax that gives this scale. Scales that were computed from an amax have
         such a tensor_amax. If no amax gives an input_scale, block scales are computed from the scale itself, on the
-        host, and the result has no tensor_amax.
+        host, and the result has no tensor_amax. Every input_global_scale is used as it is, also one that no amax gives,
+        such as some divisors that llm-compressor computes in bfloat16.
 
     Source:
         recipe.source.
@@ -268,10 +280,7 @@ def quantize_static(
     if found != UNKNOWN:
         return quantize(x, r, tensor_amax=float(found), scale_layout=scale_layout)
     if name == "input_global_scale":
-        raise ValueError(
-            f"{OP}: no amax gives the input_global_scale {float(scale)!r} by {r.id}; needs a scale that was computed as"
-            " 2688 * (1 / amax) in float32, such as that of fp4kit.calibration.input_global_scale"
-        )
+        return quantize(x, by_divisor(r), tensor_amax=float(scale), scale_layout=scale_layout)
     q = quantize_by_scale(x, array, r, scale)
     return q if scale_layout == "linear" else swizzle(q, scale_layout)
 
@@ -307,10 +316,7 @@ def _given(r: Recipe, input_scale: Any, input_global_scale: Any) -> tuple[str, n
         raise ValueError(f"{OP}: {r.id} takes no static input scale; needs a recipe such as {_RECIPES[name]}")
     if needed != name:
         raise ValueError(f"{OP}: {name} was given, but {r.id} takes {needed}; for {name}, use {_RECIPES[name]}")
-    found = as_float32(OP, name, given[name], "needs a number, or an array of one element")
-    if not (found > 0 and math.isfinite(found)):
-        raise ValueError(f"{OP}: {name} is {given[name]!s:.60}; needs a positive float32 number")
-    return name, found
+    return name, check_divisor(OP, name, given[name])
 
 
 @returns_in_library

@@ -10,6 +10,7 @@ from fp4kit.arrays.returns import library_of, mark_written, numpy_dtype, returns
 from fp4kit.call import parse
 from fp4kit.call.inputs import (
     are_disjoint,
+    by_input_global_scale,
     check_disjoint,
     check_seed,
     check_values_out,
@@ -320,6 +321,7 @@ def fake_quantize(
     *,
     axis: int = -1,
     tensor_amax: Any = None,
+    input_global_scale: Any = None,
     block_amax: Any = None,
     rounding: RoundingMode = "nearest",
     seed: Any = None,
@@ -337,6 +339,9 @@ def fake_quantize(
         recipe: a recipe id, an alias or a Recipe.
         axis: the axis along which blocks run.
         tensor_amax: as in quantize.
+        input_global_scale: the divisor that a checkpoint of compressed-tensors stores for the inputs of a layer, in the
+            place of tensor_amax: one positive number. It is used as it is, without an amax. The
+            recipe must be one that quantize_static accepts with it, such as nvfp4-compressed-tensors-static.
         block_amax: as in quantize.
         rounding: as in quantize. Recipes with a fake_rule accept only "nearest", except for those of fouroversix's
             MS-EDEN, whose producer rounds block scales stochastically.
@@ -347,6 +352,8 @@ def fake_quantize(
         A new array with the shape and dtype of x, in its library and on its device.
 
     Raises:
+        ValueError: tensor_amax and input_global_scale are both given, input_global_scale is not positive and finite, or
+            the recipe takes no divisor.
         TypeError, ValueError, NotImplementedError: as for quantize. On a GPU, recipes with a fake_rule need blocks of
             one row and 16, 32, ... 512 columns.
 
@@ -358,6 +365,8 @@ def fake_quantize(
         >>> fp4kit.fake_quantize(np.float32([[0.1, -6, 2.4, 0.6] * 8]), "mxfp4")[0, :4]
         array([ 0. , -6. ,  2. ,  0.5], dtype=float32)
     """
+    if input_global_scale is not None:
+        recipe, tensor_amax = by_input_global_scale("fake_quantize", recipe, input_global_scale, tensor_amax)
     key = None
     if seed is None and block_amax is None:
         key, cached = find("fake_quantize", (x, tensor_amax), recipe, axis, rounding)

@@ -172,6 +172,7 @@ TENSOR_RULES: dict[str, str] = {
     "int_modelopt": "integer",
     "int4_qat": "integer",
     "vllm": "E4M3",
+    "divisor": "E4M3",
     "sglang_online": "E4M3",
     "auto_round": "E4M3",
     "quark": "E4M3",
@@ -189,6 +190,9 @@ TENSOR_RULES: dict[str, str] = {
     "amax_bfloat16_down": ANY_FORMAT,
 }
 
+
+# Tensor rules whose encode scale checkpoints store, as a divisor. With it, such a rule is replaced by "divisor".
+STORES_DIVISOR = ("vllm", "auto_round", "compressed_tensors")
 
 # {rule: element value to which the amax is scaled}, if that is not the largest value of the element format.
 TOPS = {"fouroversix_4": 4}

@@ -271,6 +271,19 @@ def as_stored(r: Recipe, divides: bool) -> Recipe:
     return replace(r, decode_rule=rule, fake_rule=None)
 
 
+@lru_cache(256)
+def by_divisor(r: Recipe) -> Recipe:
+    """Return a copy of r that takes the divisor of a checkpoint, in the place of the tensor amax."""
+    return replace(r, id=f"{r.id} by divisor", tensor_rule="divisor")
+
+
+def takes_divisor(r: Recipe) -> bool:
+    """Return whether by_divisor accepts r: its arithmetic reads the tensor's encode scale, but not its amax."""
+    chooses = r.four_over_six or r.search or r.fake_rule or r.scale is None or r.block_rule is None
+    stores = r.tensor_rule in rules.STORES_DIVISOR and r.tensor_scaling == "tensor"
+    return stores and not chooses and not rules.BLOCK_RULES[str(r.block_rule)].needs_tensor
+
+
 def fake_unit(r: Recipe) -> int:
     """Return how many elements share a correction of scales in r's fake_rule; 1 without such corrections."""
     return rules.FAKE_RULES[r.fake_rule].unit if r.fake_rule else 1

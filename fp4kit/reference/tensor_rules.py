@@ -304,6 +304,17 @@ def tensor_vllm(amax: Array, recipe: Recipe, dtype: Dtype) -> Pair:
     return encode_scale, ONE / np.where(encode_scale == 0, np.float32(1e8), encode_scale)
 
 
+def tensor_divisor(amax: Array, recipe: Recipe, dtype: Dtype) -> Pair:
+    """Return the tensor scales (encode, decode) of a divisor that a checkpoint stores, such as input_global_scale.
+
+        encode = amax
+        decode = 1 / encode
+
+    Callers pass the divisor in the place of the amax (recipes.schema.by_divisor). recipe and dtype are not used.
+    """
+    return amax, ONE / amax
+
+
 def tensor_sglang_online(amax: Array, recipe: Recipe, dtype: Dtype) -> Pair:
     """Return the tensor scales (encode, decode) of SGLang's online quantization of weights.
 

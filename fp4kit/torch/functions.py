@@ -13,7 +13,7 @@ from torch.utils import _pytree
 
 from fp4kit.arguments import as_entries, as_flag, as_index
 from fp4kit.arrays.returns import numpy_dtype
-from fp4kit.call.inputs import check_seed
+from fp4kit.call.inputs import by_input_global_scale, check_limit, check_seed
 from fp4kit.call.linear import OP, check_weight
 from fp4kit.call.parse import check_hadamard
 from fp4kit.contract.engines import linear_recipes
@@ -89,6 +89,7 @@ def fake_quantize(
     *,
     axis: int = -1,
     tensor_amax: Any = None,
+    input_global_scale: Any = None,
     block_amax: Any = None,
     rounding: RoundingMode = "nearest",
     seed: Any = None,
@@ -117,6 +118,8 @@ def fake_quantize(
         axis: the axis along which blocks run.
         tensor_amax: the amax of the tensor scale, as in fp4kit.fake_quantize; None takes it from x. It gets no
             gradient.
+        input_global_scale: the stored divisor of a layer's inputs, in the place of tensor_amax, as in
+            fp4kit.fake_quantize. With pass_through=False, amax must be given too.
         block_amax: calibrated block amaxes, as in fp4kit.fake_quantize; None takes them from x. They get no gradient.
         rounding: "nearest" or "stochastic".
         seed: for "stochastic": an int, a 0-d integer tensor on the CPU, or the random bytes, uint8 in the shape of x.
@@ -147,6 +150,9 @@ def fake_quantize(
     """
     op = "fake_quantize"
     check_tensor(op, x)
+    if input_global_scale is not None:
+        check_limit(op, pass_through, amax)
+        recipe, tensor_amax = by_input_global_scale(op, recipe, input_global_scale, tensor_amax)
     amaxes = _amax(op, "tensor_amax", x, tensor_amax), _amax(op, "block_amax", x, block_amax)
     rest = str(rounding), seed_tensor(op, seed), _amax(op, "amax", x, amax), as_flag(op, "pass_through", pass_through)
     return operators.fake_quantize(x, named_recipe(recipe), as_index(op, "axis", axis), *amaxes, *rest)

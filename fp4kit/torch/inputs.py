@@ -15,10 +15,12 @@ from torch.overrides import TorchFunctionMode
 from fp4kit.arguments import as_float32
 from fp4kit.arrays.imports import is_distributed
 from fp4kit.calibration import Collector
+from fp4kit.call.inputs import by_input_global_scale
 from fp4kit.checkpoint.plan.scale_search import Activations
 from fp4kit.qat import TrainedWeight
 from fp4kit.recipes import Recipe, recipe_of
 from fp4kit.recipes.table import from_spec, to_spec
+from fp4kit.storage.files import listed
 from fp4kit.torch.functions import fake_quantize
 from fp4kit.torch.parameters import Renamed, largest, renaming_of
 
@@ -223,7 +225,8 @@ class InputHook:
 
     Args:
         recipe: the recipe as the string that recipes.to_string.to_spec returns.
-        amax: the calibrated amax of the inputs, from which the tensor scale follows; None to compute it in each call.
+        amax: the calibrated amax of the inputs, from which the tensor scale follows, or the stored divisor for a recipe
+            of by_divisor; None to compute the amax in each call.
     """
 
     def __init__(self, recipe: str, amax: float | None) -> None:
@@ -248,21 +251,47 @@ class InputHook:
 
 
 def input_hooks(
-    op: str, weights: Sequence[TrainedWeight], recipe: str | Recipe | None, amaxes: Any
+    op: str, weights: Sequence[TrainedWeight], recipe: str | Recipe | None, amaxes: Any, divisors: Any
 ) -> list[tuple[TrainedWeight, InputHook]]:
     """Return a hook for the layer of each weight that is a torch.nn.Linear; [] if the recipe is None."""
     if recipe is None:
         if amaxes is not None:
             raise TypeError(f"{op}: input_amaxes are given without activations; pass activations='nvfp4-te' too")
+        if divisors is not None:
+            raise TypeError(f"{op}: input_global_scales are given without activations; pass activations too")
         return []
+    if amaxes is not None and divisors is not None:
+        raise ValueError(f"{op}: input_amaxes and input_global_scales are both given; needs one of them")
     r = recipe_of(op, recipe)
     linear = [one for one in weights if one.leaf == "weight" and isinstance(one.module, torch.nn.Linear)]
     if not linear:
         raise ValueError(f"{op}: activations={r.id!r}, but no torch.nn.Linear is fake-quantized; leave it out")
     layers = {one.saved.removesuffix(".weight"): int(one.shape[-1]) for one in linear}
+    if divisors is not None:
+        return _hooks_by_divisors(op, linear, r, divisors)
     found: Mapping[str, Any] = {} if amaxes is None else _amaxes(op, r, amaxes).of_layers(layers)
     spec, numbers = to_spec(r), {name: float(amax) for name, amax in found.items()}
     return [(one, InputHook(spec, numbers.get(one.saved.removesuffix(".weight")))) for one in linear]
+
+
+def _hooks_by_divisors(
+    op: str, weights: Sequence[TrainedWeight], recipe: Recipe, divisors: Any
+) -> list[tuple[TrainedWeight, InputHook]]:
+    """Return a hook for the layer of each weight, whose inputs are divided by the stored input_global_scale."""
+    if not isinstance(divisors, Mapping):
+        kind = type(divisors).__name__
+        raise TypeError(f"{op}: input_global_scales is {kind}; needs a dict of layer -> input_global_scale")
+    layers = [one.saved.removesuffix(".weight") for one in weights]
+    if missing := [layer for layer in layers if layer not in divisors]:
+        raise ValueError(
+            f"{op}: input_global_scales has no entry for {len(missing)} of {len(layers)} layers: {listed(missing)}; add"
+            " them, or leave the layers out with exclude"
+        )
+    hooks = []
+    for one, layer in zip(weights, layers, strict=True):
+        r, divisor = by_input_global_scale(op, recipe, divisors[layer], None, f"input_global_scales[{layer!r}]")
+        hooks.append((one, InputHook(to_spec(r), float(divisor))))
+    return hooks
 
 
 def _amaxes(op: str, recipe: Recipe, given: Any) -> Activations:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal
@@ -42,6 +42,7 @@ def fake_quantize_model(
     include: Collection[str] = (),
     activations: RecipeId | Recipe | None = None,
     input_amaxes: Any = None,
+    input_global_scales: Mapping[str, Any] | None = None,
     pass_through: bool = True,
     config: Any = None,
     adapters: Adapters = "base",
@@ -86,6 +87,9 @@ def fake_quantize_model(
             inputs unquantized. The inputs of stacks of experts and of convolutions are never quantized.
         input_amaxes: a Collector of fp4kit.torch.collect, or a dict of layer -> amax, from which the tensor scales of
             inputs follow; None computes the amax of the inputs in each call.
+        input_global_scales: a dict of layer -> the divisor that a checkpoint of compressed-tensors stores for its
+            inputs, input_global_scale, in place of input_amaxes. Engines use the divisor itself, which need not follow
+            from an amax.
         pass_through: True to use incoming gradients unchanged; False to set them to 0 where |w| > the tensor amax. This
             amax is that of w or of the layers that are fused with it, so only a weight with NaN gets zeros.
         config: the content of config.json; None for that of model.config. Names and model type decide which layers the
@@ -113,14 +117,16 @@ def fake_quantize_model(
 
     Raises:
         TypeError: an argument has the wrong type, or the model is sharded by fully_shard.
-        TypeError: settings come with a recipe or another option, or input_amaxes without activations. Or an engine
-            comes with an option that it determines.
+        TypeError: settings come with a recipe or another option, or input_amaxes or input_global_scales without
+            activations. Or an engine comes with an option that it determines.
         ValueError: a wildcard matches no parameter, or no parameter is left to quantize. The message lists names.
         ValueError: fp4kit.servings() has no such engine, scheme or route; or inputs are missing, or not used by it.
         ValueError: the recipe or the format is unknown, the format cannot store the recipe, or a parameter is already
             fake-quantized or does not fit the recipe. After any error the model is unchanged.
         ValueError: activations are given, but no torch.nn.Linear is quantized, or input_amaxes has no amax for one of
             them. Or an entry of input_amaxes is negative or NaN.
+        ValueError: input_amaxes and input_global_scales are both given, or activations take no divisor. Or a layer has
+            no divisor, or one that is not a positive float32 number.
         ValueError: a shard of a DTensor would hold parts of blocks, or a weight is stored transposed by Conv1D of
             transformers, as in GPT-2.
         ValueError: include names a tensor of an adapter, an adapter is merged already, or adapters or served_dtype is
@@ -132,7 +138,9 @@ def fake_quantize_model(
         rounds once. For "compressed-tensors" this is value * (scale / divisor), and otherwise value * (scale *
         tensor_scale). In bfloat16 and float16 these values are rounded once, also by served_dtype. A recipe with the
         decode rule of another loader keeps it: fp8_compressed_tensors rounds FP8 scales to the dtype of the values
-        first, and compressed_tensors_bfloat16 and stored_divisor_bfloat16 round values to bfloat16 first. With adapters="merged", they are those
+        first, and compressed_tensors_bfloat16 and stored_divisor_bfloat16 round values to bfloat16 first.
+
+        With adapters="merged", they are those
         of the checkpoint that merge_and_unload() of PEFT gives. A layer of zeros is read as zeros with their signs. A
         weight that contains NaN cannot be converted. If the recipe has a tensor scale, reading this weight, or one that
         shares its tensor amax, raises ValueError on the CPU.
@@ -171,6 +179,7 @@ def fake_quantize_model(
     given = recipe if settings is None else settings
     if isinstance(given, FakeQuantSettings):
         options = {"format": format, "activations": activations, "input_amaxes": input_amaxes, "config": config}
+        options |= {"input_global_scales": input_global_scales}
         options |= {"adapters": adapters != "base", "served_dtype": served_dtype}
         patterns = {"parameters": parameters != ("*",), "exclude": exclude != (), "include": include != ()}
         flags = {**patterns, "pass_through": not as_flag(OP, "pass_through", pass_through)}
@@ -188,7 +197,7 @@ def fake_quantize_model(
         choice = QatChoice.of_engine(OP, row, config, **wildcards)
     else:
         choice = QatChoice.of(OP, given, format, config, served_dtype, **wildcards)
-    return _by_plan(model, choice, pass_through, (activations, input_amaxes), adapters)
+    return _by_plan(model, choice, pass_through, (activations, input_amaxes, input_global_scales), adapters)
 
 
 def _by_settings(model: torch.nn.Module, settings: FakeQuantSettings) -> list[str]:
@@ -278,7 +287,7 @@ def _by_plan(
     model: torch.nn.Module,
     choice: QatChoice,
     pass_through: bool,
-    inputs: tuple[Any, Any],
+    inputs: tuple[Any, Any, Any],
     adapters: Adapters,
 ) -> QuantizedNames:
     """Implement fake_quantize_model for a recipe."""

@@ -65,6 +65,13 @@ def test_all_recipes_and_dtypes(name) -> None:
         check(name, dtype)
 
 
+@pytest.mark.parametrize("divisor", [735.1795, 3e38])
+def test_a_stored_divisor(divisor) -> None:
+    for dtype in (np.float32, BF16):
+        for call in (fp4kit.fake_quantize, fp4kit.quantize_static):
+            agree(call, tokens(dtype), "nvfp4-compressed-tensors-static", input_global_scale=divisor)
+
+
 @pytest.mark.parametrize(("name", "rule"), LOADED)
 def test_weights_as_transformers_loads_them(name, rule) -> None:
     r = replace(fp4kit.recipe(name), id="loaded", decode_rule=rule)

@@ -591,7 +591,8 @@ MISTAKES = [
     (dict(input_scale=np.array(["1"])), TypeError, "needs a number, or an array of one element"),
     (dict(input_scale=10**400), ValueError, "input_scale is 1000"),
     (dict(input_scale=np.ones(2)), TypeError, "needs a number, or an array of one element"),
-    (dict(recipe="nvfp4-vllm-static-divisor", input_global_scale=3e38), ValueError, "no amax gives the input_global"),
+    (dict(recipe="nvfp4-vllm-static-divisor", input_global_scale=-1), ValueError, "input_global_scale is -1; needs a"),
+    (dict(recipe="nvfp4-vllm-static-divisor", input_global_scale=np.nan), ValueError, "input_global_scale is nan"),
 ]
 
 

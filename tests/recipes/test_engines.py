@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import re
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -16,7 +18,7 @@ import fp4kit
 from fp4kit.evidence.testing import adversarial_blocks, assert_same_bits
 from fp4kit.quantized.container import Quantized
 from fp4kit.recipes import recipe
-from fp4kit.recipes.schema import as_stored
+from fp4kit.recipes.schema import as_stored, by_divisor, takes_divisor
 
 FOLDER = Path(__file__).resolve().parents[1] / "data" / "engines"
 DTYPES = [np.dtype(np.float32), np.dtype(np.float16), BF16]
@@ -66,6 +68,132 @@ def test_a_scale_in_the_dtype_of_x_gives_other_activations():
     assert not (
         fp4kit.fake_quantize(x, own, tensor_amax=amax) == fp4kit.fake_quantize(x, static, tensor_amax=amax)
     ).all()
+
+
+def stated_nvfp4(x, divisor):
+    """Return x fake-quantized to NVFP4 as compressed-tensors does with a stored input_global_scale."""
+    T, gs, blocks = x.dtype.type, np.float32(divisor), x.reshape(-1, 16)
+    with np.errstate(all="ignore"):
+        sixths = (np.abs(blocks).max(axis=1, keepdims=True) / T(6)).astype(np.float32)
+        s = np.clip(gs * sixths, -448, 448).astype(ml_dtypes.float8_e4m3fn).astype(np.float32)
+        s = np.where(s == 0, np.float32(0.125), s) / gs
+        q = np.clip(blocks.astype(np.float32) / s + np.float32(0), -6, 6).astype(ml_dtypes.float4_e2m1fn)
+        return (q.astype(np.float32) * s).astype(x.dtype).reshape(x.shape)
+
+
+def divisors(dtype):
+    """Return divisors that llm-compressor computes in a dtype, and others that follow from no amax."""
+    amaxes = np.exp2(np.random.default_rng(2).uniform(-6, 8, 400)).astype(dtype)
+    with np.errstate(all="ignore"):
+        found = (dtype.type(1) / amaxes).astype(dtype) * dtype.type(2688)
+    drawn = np.exp2(np.random.default_rng(3).uniform(-20, 20, 40)).astype(np.float32)
+    found = found.astype(np.float32)
+    return [*found[np.isfinite(found)], *drawn, *np.float32([3e38, 1e-37, 2.0**-126, 1e-40])]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_divisor_is_used_as_it_is(dtype):
+    torch, wrapped = pytest.importorskip("torch"), pytest.importorskip("fp4kit.torch")
+    drawn = np.random.default_rng(4).standard_normal((4, 64)).astype(dtype)
+    edges = np.concatenate([np.zeros((1, 64)), -np.zeros((1, 64)), np.full((1, 64), -1e-6), drawn]).astype(dtype)
+    others = 0
+    for divisor in divisors(dtype):
+        q = fp4kit.quantize_static(edges, "nvfp4-compressed-tensors-static", input_global_scale=divisor)
+        assert_same_bits(fp4kit.dequantize(q), stated_nvfp4(edges, divisor), f"divisor {divisor}")
+        others += q.recipe != recipe("nvfp4-compressed-tensors-static")
+        with np.errstate(over="ignore"):
+            assert q.tensor_scale == np.float32(1) / divisor
+    assert others > (5 if dtype == np.float32 else 50)  # divisors that no amax gives
+    fitting = [r for r in map(recipe, fp4kit.recipes()) if takes_divisor(r)]
+    assert {"nvfp4-compressed-tensors", "nvfp4-vllm-emulation", "nvfp4-auto-round"} <= {r.id for r in fitting}
+    for r in fitting:  # in every engine, and in one step
+        given = {"input_global_scale": np.float32(700.123)}
+        values = agree(fp4kit.fake_quantize, edges, r, **given)
+        assert_same_bits(agree(fp4kit.dequantize, agree(fp4kit.quantize_static, edges, r, **given)), values)
+        tensor = torch.from_numpy(edges.astype(np.float32)).to(getattr(torch, str(dtype)))
+        found = wrapped.fake_quantize(tensor, r, **given).float().numpy().astype(dtype)
+        assert_same_bits(found, values)
+
+
+def test_divisors_in_the_installed_library():
+    pytest.importorskip("compressed_tensors")
+    torch, wrapped = pytest.importorskip("torch"), pytest.importorskip("fp4kit.torch")
+    from compressed_tensors.quantization import QuantizationArgs, fake_quantize
+    from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
+
+    fixed = {"strategy": "tensor_group", "group_size": 16, "dynamic": "local", "scale_dtype": torch.float8_e4m3fn}
+    args = QuantizationArgs(num_bits=4, type="float", symmetric=True, **fixed)
+    for dtype in DTYPES:
+        x = torch.from_numpy(np.concatenate([extreme()[:8], nonfinite()[1:5]])).to(getattr(torch, str(dtype)))[None]
+        x = torch.where(x.isfinite(), x, 1)
+        for divisor in divisors(dtype)[::20]:
+            scales = compute_dynamic_scales_and_zp(x, args, torch.nn.Module(), torch.tensor([divisor]))
+            expected = fake_quantize(x, *scales, args, torch.tensor([divisor]))
+            name = "nvfp4-compressed-tensors-static"
+            assert torch.equal(wrapped.fake_quantize(x, name, input_global_scale=divisor), expected)
+
+
+def test_a_model_trains_with_the_divisors_of_a_checkpoint():
+    torch = pytest.importorskip("torch")
+    from fp4kit.torch import fake_quantize_model
+
+    torch.manual_seed(0)
+    static, given = "nvfp4-compressed-tensors-static", {"0": 735.1795, "2": torch.tensor([513.37])}
+    plain = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.ReLU(), torch.nn.Linear(32, 16))
+    model = copy.deepcopy(plain)
+    fake_quantize_model(model, "nvfp4-compressed-tensors", activations=static, input_global_scales=given)
+    x = torch.randn(4, 64)
+    hidden = torch.from_numpy(stated_nvfp4(x.numpy(), 735.1795))
+    hidden = torch.nn.functional.linear(hidden, model[0].weight, model[0].bias).relu()
+    hidden = torch.from_numpy(stated_nvfp4(hidden.detach().numpy(), np.float32(513.37)))
+    assert torch.equal(model(x), torch.nn.functional.linear(hidden, model[2].weight, model[2].bias))
+    amaxes = dict.fromkeys("02", 3.0)
+    for options, kind, message in (
+        ({"activations": None}, TypeError, "input_global_scales are given without activations"),
+        ({"input_amaxes": amaxes}, ValueError, "input_amaxes and input_global_scales are both given"),
+        ({"input_global_scales": [1, 2]}, TypeError, "input_global_scales is list; needs a dict of layer"),
+        ({"input_global_scales": {"0": 1}}, ValueError, "no entry for 1 of 2 layers: 2"),
+        ({"input_global_scales": {"0": 1, "2": 0}}, ValueError, "input_global_scales['2'] is 0; needs a positive"),
+        ({"input_global_scales": {"0": 1, "2": float("nan")}}, ValueError, "input_global_scales['2'] is nan"),
+        ({"activations": "nvfp4-te"}, ValueError, "nvfp4-te takes no input_global_scales; needs a recipe such as"),
+    ):
+        usual = {"activations": static, "input_global_scales": given}
+        with pytest.raises(kind, match=re.escape(message)):
+            fake_quantize_model(copy.deepcopy(plain), "nvfp4-compressed-tensors", **usual | options)
+
+
+def test_mistakes_with_divisors():
+    x, static = np.ones((2, 32), np.float32), "nvfp4-compressed-tensors-static"
+    with pytest.raises(ValueError, match="tensor_amax and input_global_scale are both given"):
+        fp4kit.fake_quantize(x, static, tensor_amax=1, input_global_scale=1)
+    for wrong in (0, -1, np.nan, np.inf):
+        with pytest.raises(ValueError, match=r"input_global_scale is .*; needs a positive float32 number"):
+            fp4kit.fake_quantize(x, static, input_global_scale=wrong)
+    for name in ("nvfp4-te", "nvfp4-auto-round-opt", "mxfp4-ocp", "fp8-modelopt"):
+        with pytest.raises(ValueError, match=f"{name} takes no input_global_scale"):
+            fp4kit.fake_quantize(x, name, input_global_scale=1)
+    with pytest.raises(ValueError, match="by divisor needs the stored divisor as tensor_amax"):
+        fp4kit.quantize(x, by_divisor(recipe(static)))
+    for field, rule in (("decode_rule", "te"), ("block_rule", "modelopt_static")):
+        with pytest.raises(ValueError, match="read no tensor amax"):
+            replace(by_divisor(recipe(static)), **{field: rule})
+
+
+@pytest.mark.parametrize("name", ["torch", "jax"])
+def test_divisors_in_wrappers(name):
+    library = pytest.importorskip(name)
+    wrapped = pytest.importorskip(f"fp4kit.{name}").fake_quantize
+    x, static = np.random.default_rng(5).standard_normal((4, 64)).astype(np.float32), "nvfp4-compressed-tensors-static"
+    array = library.from_numpy(x) if name == "torch" else library.numpy.asarray(x)
+    expected = stated_nvfp4(x, 513.37)
+    assert_same_bits(np.asarray(wrapped(array, static, input_global_scale=513.37)), expected)
+    with pytest.raises(ValueError, match="gives no amax to clip by"):
+        wrapped(array, static, input_global_scale=1.0, pass_through=False)
+    with pytest.raises(ValueError, match="both given"):
+        wrapped(array, static, input_global_scale=1.0, tensor_amax=1.0)
+    if name == "jax":
+        jitted = library.jit(lambda x, divisor: wrapped(x, static, input_global_scale=divisor))
+        assert_same_bits(np.asarray(jitted(array, np.float32(513.37))), expected)
 
 
 # Both schemes of layers have activations per token; a 2-d input then has one scale.

@@ -266,7 +266,8 @@ def test_every_pair_of_rules_works_or_is_rejected(paired):
                 assert str(error).startswith("Recipe any: ")
                 continue
             made += 1
-            error = fp4kit.dequantize(fp4kit.quantize(x, r)).astype(np.float64) - x
+            given = 2688 / np.abs(x).max() if tensor == "divisor" else None
+            error = fp4kit.dequantize(fp4kit.quantize(x, r, tensor_amax=given)).astype(np.float64) - x
             clips = "down" in (block or "")  # this rule clips values of up to 12 times the scale to 6
             assert np.sum(error**2) < (0.2 if clips else 0.1) * np.sum(x.astype(np.float64) ** 2), r
     assert made > 5

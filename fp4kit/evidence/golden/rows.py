@@ -345,6 +345,8 @@ UNRECORDED = (
     *("nvfp4-flashinfer-static", "nvfp4-flashinfer-token", "nvfp4-flashinfer-token-precise"),
     *("nvfp4-vllm-static-divisor", "nvfp4-vllm-online", "nvfp4-sglang-online", "mxfp4-deepseek-v4"),
     *("nvfp4-deepseek-v4", "fp8-deepseek-v4", "mxfp8-deepseek-v4", "nvfp4-nunchaku"),
-    "nvfp4-compressed-tensors-static",  # compared in tests/recipes/test_engines.py
+    # compared in tests/recipes/test_engines.py
+    *("nvfp4-compressed-tensors-static", "fp8-compressed-tensors", "fp8-compressed-tensors-token"),
+    *("fp8-compressed-tensors-group", "fp8-modelopt-channel-cpu"),
     *("fp8-deepgemm-block", "fp8-transformers-block"),  # compared in tests/reference/test_block_rules.py
 )

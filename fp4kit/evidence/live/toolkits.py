@@ -279,7 +279,6 @@ def _modelopt_decode(q: fp4kit.Quantized, kind: str) -> np.ndarray:
 
 MODELOPT_LEFT_OUT = {
     "needs a calibrated quantizer of a model": ("nvfp4-modelopt-static", "nvfp4-modelopt-static-4over6"),
-    "needs a quantizer of a model; the tests compare recorded values": ("fp8-modelopt-channel-cpu",),
     "its sweep is a kernel of Model-Optimizer, which needs a GPU": ("nvfp4-modelopt-mse",),
     "is a kernel of Model-Optimizer, which needs a GPU": (
         *("nvfp4-modelopt-fake", "nvfp4-modelopt-static-fake"),

@@ -241,6 +241,14 @@ struct tensor_vllm {
   }
 };
 
+// `amax` is the divisor that a checkpoint stores.
+struct tensor_divisor {
+  template <class R, class In>
+  FP4KIT_DEVICE TensorScale scale(float amax) {
+    return {amax, 1.0f / amax, amax};
+  }
+};
+
 struct tensor_sglang_online {
   template <class R, class In>
   FP4KIT_DEVICE TensorScale scale(float amax) {
