@@ -172,7 +172,7 @@ def fake_quantize_model(
             "activations": activations,
         }
         replaced |= {"input_amaxes": input_amaxes, "served_dtype": served_dtype}
-        row = engine_of(OP, engine, scheme, route, inputs, replaced)
+        row = engine_of(OP, engine, scheme, route, input_global_scales if inputs is None else inputs, replaced)
         activations, input_amaxes, recipe = row.activations, inputs, row.weights
     else:
         row = None

@@ -336,3 +336,16 @@ def test_the_rule_of_a_loader_stays_for_training(name, rule, dtype):
     else:
         expected = fp4kit.dequantize(replace(q, recipe=as_stored(recipe(name), True)), "bfloat16").astype(dtype)
     assert_same_bits(found, expected)
+
+
+def test_an_engine_takes_the_divisors_of_a_checkpoint():
+    torch = pytest.importorskip("torch")
+    from fp4kit.torch import fake_quantize_model
+
+    torch.manual_seed(1)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 32, bias=False)).bfloat16()
+    names = {"engine": "transformers", "scheme": "nvfp4-w4a4"}
+    fake_quantize_model(model, **names, input_global_scales={"0": 513.37})
+    x = torch.randn(4, 64).bfloat16()
+    inputs = torch.from_numpy(stated_nvfp4(x.float().numpy().astype(BF16), 513.37).astype(np.float32)).bfloat16()
+    assert torch.equal(model(x), torch.nn.functional.linear(inputs, model[0].weight))
