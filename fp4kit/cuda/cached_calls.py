@@ -220,10 +220,7 @@ def swizzle(q: Quantized, given: Quantized, layout: str) -> PreparedCall | None:
 
 
 def _moved(like: Any, launch: Launch, shapes: dict[str, tuple[int, ...]], **fields: Any) -> PreparedCall:
-    """Return the call that copies arrays of a Quantized in another order. It takes q and returns a Quantized.
-
-    shapes: the shapes of the new arrays; q and the result share all others. fields: the other fields that differ.
-    """
+    """Return the call that copies arrays of a Quantized, those in `shapes`, in another order: q -> Quantized."""
     library = library_of(like)
     new = library.maker([NewArray(shape, UINT8) for shape in shapes.values()])
     address, current_stream = library.address, library.stream

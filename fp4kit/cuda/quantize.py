@@ -63,10 +63,8 @@ def quantize_both(row: Call, column: Call) -> tuple[Quantized, Quantized]:
 
 
 def _allocate(call: Call, amax: Any, own_amax: bool) -> Quantized:
-    """Return a new Quantized for the result of a call, whose tensor_amax is `amax`.
-
-    own_amax: True for a new, uninitialized tensor_amax, because `amax` may belong to the caller or to another result.
-    """
+    """Return a new Quantized for the result of a call, whose tensor_amax is `amax`, or uninitialized if `own_amax`."""
+    # `amax` may belong to the caller or to another result.
     new = imports.cupy().empty
     amax = new(amax.shape, amax.dtype) if own_amax and amax is not None else amax
     return empty_quantized(call, amax, new, matrix.empty_scales)

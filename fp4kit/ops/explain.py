@@ -294,10 +294,8 @@ def _picked(step: Step, shape: tuple[int, ...], row: int, column: int) -> Explai
 
 
 def _readable(steps: list[ExplainedStep]) -> Iterable[ExplainedStep]:
-    """Yield the steps with unique names, without those that only repeat another step.
-
-    A step whose name begins with "tensor" is computed again for the block, so only the first one of a name is yielded.
-    """
+    """Yield the steps with unique names, without those that only repeat another step."""
+    # A step whose name begins with "tensor" is computed again for the block, so only the first of a name is yielded.
     seen: dict[str, int] = {}
     by_name = {step.name: step for step in steps}
     code, result = by_name.get("code"), by_name["result"]

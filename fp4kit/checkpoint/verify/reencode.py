@@ -630,11 +630,7 @@ def _factor(stored: Located, source: Located, readers: Readers) -> npt.NDArray[n
 def _db_of_rows(
     check: Check, readers: Readers, factor: npt.NDArray[np.float32] | float = 1.0, is_inverted: bool = False
 ) -> float:
-    """Return the SQNR in decibels of the first 64 rows of a stored matrix.
-
-    factor: factors of the source's columns.
-    is_inverted: True to replace the stored factors per column by their reciprocals.
-    """
+    """Return the SQNR in decibels of the first 64 rows of a stored matrix, whose source's columns have factors."""
     assert check.origin is not None
     count, height = min(_FEW_ROWS, check.stored.shape[-2]), check.stored.form.block[0]
     slab = next(slabs(readers, check.stored, check.expert, (0, -(-count // height) * height), height))
