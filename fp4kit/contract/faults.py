@@ -68,8 +68,7 @@ def with_making(
         if made.how is not None:
             return made
     for one in variants(tried, part):
-        is_faked = isinstance(part, np.ndarray) and side_rows.fake_making(found, x, part, (one,)).how is not None
-        if is_faked or side_rows.gives(one, x, part):
+        if _gives(one, x, part):
             return replace(found, how=one)
     fault = orientation(weight(), part, rows, tried, "the unquantized weight")
     for _, right in rights:
@@ -79,9 +78,18 @@ def with_making(
     if isinstance(part, Quantized):
         return side_rows.identified(found, x, part)
     for one in by_recipe(part, x, amax):
-        if side_rows.gives(one, x, part):
+        if _gives(one, x, part):
             return replace(found, how=one)
     return found
+
+
+def _gives(one: Arithmetic, x: np.ndarray, part: Matrix) -> bool:
+    """Return whether an Arithmetic gives the bytes of a side, or the values by its rule of fake_quantize."""
+    if side_rows.gives(one, x, part):
+        return True
+    if isinstance(part, Quantized) or one.recipe.fake_rule is None:
+        return False
+    return same(side_rows.faked(x, one.recipe, one.amax).astype(np.float32), part.astype(np.float32))
 
 
 def between_sides(compared: Sequence[Rows], wholes: Sequence[Whole | None], rows: np.ndarray) -> list[Rows]:
@@ -151,7 +159,7 @@ def by_recipe(part: np.ndarray, x: np.ndarray, amax: Callable[[Recipe], Any]) ->
             continue
         one = Arithmetic(r, amax(r), ())
         start = one if one.amax is None or not one.amax.ndim else one._replace(amax=one.amax[:rows])
-        if side_rows.gives(start, x[:rows], part[:rows]):
+        if _gives(start, x[:rows], part[:rows]):
             yield one
 
 
