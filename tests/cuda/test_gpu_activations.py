@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, product
 
 import ml_dtypes
 import numpy as np
@@ -25,13 +25,11 @@ FEW = (  # one per tensor rule
     *("nvfp4-flashinfer-token", "nvfp4-flashinfer-token-precise", "nvfp4-sglang-online"),
     *("fp8-compressed-tensors-token", "fp8-modelopt-channel-cpu"),
 )
-# (recipe, decode rule of transformers for the weights that it loads)
-LOADED = [
-    ("fp8-modelopt-channel", "fp8_compressed_tensors"),
-    ("fp8-deepgemm-block", "fp8_compressed_tensors"),
-    ("nvfp4-compressed-tensors", "compressed_tensors_bfloat16"),
-    ("nvfp4-te", "stored_divisor_bfloat16"),
-]
+LOADED = {  # decode rule of transformers for the weights that it loads -> recipes of such weights
+    "fp8_compressed_tensors": ("fp8-modelopt-channel", "fp8-deepgemm-block"),
+    "compressed_tensors_bfloat16": ("nvfp4-compressed-tensors",),
+    "stored_divisor_bfloat16": ("nvfp4-te",),
+}
 BF16 = ml_dtypes.bfloat16
 
 
@@ -72,10 +70,10 @@ def test_a_stored_divisor(divisor) -> None:
             agree(call, tokens(dtype), "nvfp4-compressed-tensors-static", input_global_scale=divisor)
 
 
-@pytest.mark.parametrize(("name", "rule"), LOADED)
-def test_weights_as_transformers_loads_them(name, rule) -> None:
-    r = replace(fp4kit.recipe(name), id="loaded", decode_rule=rule)
-    for dtype in (np.float32, np.float16, BF16):
+@pytest.mark.parametrize("rule", LOADED)
+def test_weights_as_transformers_loads_them(rule) -> None:
+    for name, dtype in product(LOADED[rule], (np.float32, np.float16, BF16)):
+        r = replace(fp4kit.recipe(name), id="loaded", decode_rule=rule)
         x = np.array(blocks(dtype, 40, 256))
         agree(fp4kit.dequantize, fp4kit.quantize(x, r))
         agree(fp4kit.fake_quantize, x, r)

@@ -197,19 +197,19 @@ def test_divisors_in_wrappers(name):
 
 
 # Both schemes of layers have activations per token; a 2-d input then has one scale.
-FP8 = [
-    ("fp8-dynamic", "x_fake", "fp8-compressed-tensors-token"),
-    ("fp8-tensor", "x_fake", "fp8-compressed-tensors-token"),
-    ("fp8-dynamic", "x_fake_2d", "fp8-compressed-tensors"),
-    ("fp8-tensor", "x_fake_2d", "fp8-compressed-tensors"),
-    ("fp8-block", "x_fake", "fp8-compressed-tensors-group"),
-    ("mxfp4-w4a8", "x_fake", "fp8-compressed-tensors-group"),
-]
+FP8 = {
+    ("fp8-dynamic", "x_fake"): "fp8-compressed-tensors-token",
+    ("fp8-tensor", "x_fake"): "fp8-compressed-tensors-token",
+    ("fp8-dynamic", "x_fake_2d"): "fp8-compressed-tensors",
+    ("fp8-tensor", "x_fake_2d"): "fp8-compressed-tensors",
+    ("fp8-block", "x_fake"): "fp8-compressed-tensors-group",
+    ("mxfp4-w4a8", "x_fake"): "fp8-compressed-tensors-group",
+}
 
 
-@pytest.mark.parametrize(("scheme", "part", "name"), FP8)
-def test_fp8_activations_of_transformers(scheme, part, name):
-    dtypes = set()
+@pytest.mark.parametrize(("scheme", "part"), FP8)
+def test_fp8_activations_of_transformers(scheme, part):
+    name, dtypes = FP8[scheme, part], set()
     for case, x, expected in cases(scheme, part=part):
         assert_same_bits(agree(fp4kit.fake_quantize, x, name), expected, case)
         dtypes.add(x.dtype)
@@ -296,6 +296,13 @@ def test_nvfp4_weights_that_are_decoded_to_bfloat16_first(rule, dtype):
     assert (once == expected.astype(dtype)).all() == (dtype == BF16)
 
 
+BY_LOADERS = {
+    "fp8_compressed_tensors": "fp8-modelopt-channel",
+    "compressed_tensors_bfloat16": "nvfp4-compressed-tensors",
+    "stored_divisor_bfloat16": "nvfp4-te",
+}
+
+
 def test_float32_parameters_train_with_the_scales_of_a_served_dtype():
     torch = pytest.importorskip("torch")
     from fp4kit.torch import fake_quantize_model
@@ -310,15 +317,9 @@ def test_float32_parameters_train_with_the_scales_of_a_served_dtype():
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize(
-    ("name", "rule"),
-    [
-        ("fp8-modelopt-channel", "fp8_compressed_tensors"),
-        ("nvfp4-compressed-tensors", "compressed_tensors_bfloat16"),
-        ("nvfp4-te", "stored_divisor_bfloat16"),
-    ],
-)
-def test_the_rule_of_a_loader_stays_for_training(name, rule, dtype):
+@pytest.mark.parametrize("rule", BY_LOADERS)
+def test_the_rule_of_a_loader_stays_for_training(rule, dtype):
+    name = BY_LOADERS[rule]
     torch = pytest.importorskip("torch")
     from fp4kit.torch import fake_quantize_model
 
@@ -349,3 +350,27 @@ def test_an_engine_takes_the_divisors_of_a_checkpoint():
     x = torch.randn(4, 64).bfloat16()
     inputs = torch.from_numpy(stated_nvfp4(x.float().numpy().astype(BF16), 513.37).astype(np.float32)).bfloat16()
     assert torch.equal(model(x), torch.nn.functional.linear(inputs, model[0].weight))
+
+
+@pytest.mark.parametrize("scheme", LOADED)
+def test_an_fp8_model_trains_with_the_logits_of_transformers(scheme, tmp_path):
+    weights, activations = LOADED[scheme], FP8[scheme, "x_fake"]
+    torch, transformers = pytest.importorskip("torch"), pytest.importorskip("transformers")
+    pytest.importorskip("compressed_tensors")
+    from fp4kit.checkpoint import convert
+    from fp4kit.torch import fake_quantize_model
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = transformers.LlamaConfig(**sizes, num_key_value_heads=4, vocab_size=32, tie_word_embeddings=False)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(tmp_path / "plain")
+    convert(tmp_path / "plain", tmp_path / "served", recipe=weights, format="compressed-tensors")
+    loaded_model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "served", dtype=torch.bfloat16)
+    r = replace(recipe(weights), id="loaded", decode_rule="fp8_compressed_tensors")
+    names = fake_quantize_model(model, r, format="compressed-tensors", activations=activations)
+    assert len(names) == 7
+    tokens = torch.arange(64).reshape(4, 16) * 5 % 32
+    with torch.no_grad():
+        expected = loaded_model(tokens).logits
+        assert torch.equal(model(tokens).logits, expected)
