@@ -221,7 +221,7 @@ class Parity:
             ("on one side only", self.missing),
             ("exclusions", self.exclusions),
             ("setting", contracts.differences),
-            ("unknown setting", contracts.uncertain),
+            ("unknown setting", _in_one_line(contracts.uncertain)),
             ("not compared", self.notes),
         )
         return tuple((title, texts) for title, texts in found if texts)
@@ -243,6 +243,16 @@ class Parity:
     def _panel(self, title: str) -> Panel:
         """Return a Panel (a table with a title) with one row per differing layer."""
         return Panel(title, columns=COLUMNS, rows=self.rows())
+
+
+_IN_BOTH = ": unknown in both contracts"
+
+
+def _in_one_line(uncertain: tuple[str, ...]) -> tuple[str, ...]:
+    """Return texts about unknown settings, with one text for all that are unknown in both contracts."""
+    names = [text.removesuffix(_IN_BOTH) for text in uncertain if text.endswith(_IN_BOTH)]
+    others = tuple(text for text in uncertain if not text.endswith(_IN_BOTH))
+    return (*others, ", ".join(names) + _IN_BOTH) if names else others
 
 
 def counted(count: int, noun: str) -> str:

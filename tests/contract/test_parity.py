@@ -307,11 +307,19 @@ def test_a_time_limit_compares_fewer_elements_of_every_layer():
     found = parity(many, many, seconds=3)
     assert found.equal and len(found.layers) == 300 and found.layers[0].elements == 1 << 14
     compared, total = sum(layer.elements for layer in found.layers), 300 * 512 * 1024
-    assert min(layer.elements for layer in found.layers) >= 1024 and compared < total
+    sizes = [layer.elements for layer in found.layers]
+    assert min(sizes) >= 1024 and max(sizes) > 1 << 14 and compared < total
     text = found.notes[-1]
     assert text.startswith(f"{total - compared:,} of {total:,} elements, which are not in the sample: if 158 elements")
     chance = np.prod([1 - compared / (total - i) for i in range(158)])
     assert f"misses all of them with a chance of {chance:.2g}; it misses" in text
+
+
+def test_settings_that_nobody_states_are_one_line():
+    unknown = ("activations", "unit", "kv_cache")
+    found = parity(Contract("nvfp4-te", unknown=unknown), Contract("nvfp4-te", unknown=unknown[:2]), weights=DOWN)
+    assert found.equal and "unknown setting: activations, unit: unknown in both contracts\n" in str(found)
+    assert "unknown setting: kv_cache: unknown in the first contract; the other says none\n" in str(found)
 
 
 def test_only_compared_rows_of_a_reader_are_read():
