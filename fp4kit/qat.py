@@ -101,7 +101,7 @@ class QatChoice:
     @classmethod
     def of_engine(cls, op: str, row: Serving, config: Any, **patterns: Any) -> QatChoice:
         """Check the arguments of fp4kit.torch.fake_quantize_model with an engine, and return them as a QatChoice."""
-        return replace(cls.of(op, row.weights, row.format, config, row.served_dtype, **patterns), serving=row)
+        return replace(cls.of(op, row.loaded, row.format, config, row.served_dtype, **patterns), serving=row)
 
     @classmethod
     def of(

@@ -7,7 +7,7 @@ ways: from checkpoints of several formats, by several kernels, or by several way
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import cache
 from typing import Any, Literal, NamedTuple
@@ -37,6 +37,7 @@ class Serving:
         container: the container of the checkpoints that it loads; "" if it quantizes unquantized weights itself.
         weights: the recipe of the weights. A checkpoint that another recipe made is decoded alike if it has the same
             container.
+        decode_rule: how the weights are decoded, if not as the loaders of the container usually do; otherwise "".
         served_dtype: the dtype to which weights are decoded; None for that of the model.
         activations: the recipe of the inputs; None if they stay unquantized.
         input_scales: "static" if the tensor scale of inputs is stored in the checkpoint, "dynamic" if each call
@@ -56,6 +57,7 @@ class Serving:
     device: str
     container: str
     weights: Recipe
+    decode_rule: str
     served_dtype: ServedDtype | None
     activations: Recipe | None
     input_scales: Literal["dynamic", "static"] | None
@@ -73,6 +75,12 @@ class Serving:
         return first if first not in ("", "gguf") else None
 
     @property
+    def loaded(self) -> Recipe:
+        """The recipe of the weights, with the rule by which the engine decodes them."""
+        rule = self.decode_rule
+        return replace(self.weights, id=f"{self.weights.id}-{rule}", decode_rule=rule) if rule else self.weights
+
+    @property
     def shares_amax(self) -> bool:
         """True if fused layers share one tensor amax, as in checkpoints of `fp4kit convert`."""
         return bool(self.container) and self.weights.tensor_scaling == "tensor"
@@ -81,7 +89,7 @@ class Serving:
     def contract(self) -> Contract:
         """The row as a Contract, in which the settings that belong to a checkpoint are unknown."""
         return Contract(
-            weights=self.weights,
+            weights=self.loaded,
             shared_amax=FUSED if self.shares_amax else (),
             activations=self.activations,
             input_scales=self.input_scales,
@@ -101,8 +109,8 @@ class _Engine(NamedTuple):
     """Rows of one engine that have these facts in common; see Serving.
 
     evidence: that of the operands and that of the product.
-    rows: one line per row: scheme | container | weights | served_dtype | activations, input_scales. An empty cell
-        stands for "" or None, and "same" for the recipe of the weights.
+    rows: one line per row: scheme | container | weights, decode_rule | served_dtype | activations, input_scales. An
+        empty cell stands for "" or None, and "same" for the recipe of the weights.
     """
 
     engine: str
@@ -119,6 +127,9 @@ _CONTAINERS = {
     "ct-nvfp4": "compressed-tensors nvfp4-pack-quantized",
     "ct-mxfp4": "compressed-tensors mxfp4-pack-quantized",
     "ct-mxfp8": "compressed-tensors mxfp8-quantized",
+    "ct-fp8": "compressed-tensors FP8",
+    "ct-fp8-rows": "compressed-tensors FP8 per row",
+    "ct-fp8-blocks": "compressed-tensors FP8 128x128",
     "mo-nvfp4": "modelopt NVFP4",
     "mo-nvfp4a16": "modelopt W4A16_NVFP4",
     "mo-mxfp8": "modelopt MXFP8",
@@ -126,6 +137,7 @@ _CONTAINERS = {
     **{f"gguf-{kind.lower()}": f"gguf {kind}" for kind in ("NVFP4", "MXFP4")},
 }
 _IN_TORCH = "one PyTorch build and kind of CPU, one attention implementation, and the same rows per call, more than one"
+_TOKENS = "; inputs of three axes, because compressed-tensors gives a matrix one scale in place of one per row"
 _ON_CARD = "one card and one kernel; a kernel that splits the axis of the sum adds in another order"
 _LLAMA_CPP = "xllamacpp 2026.10.11549"
 _TABLE = (
@@ -136,13 +148,30 @@ _TABLE = (
         "cpu",
         TORCH,
         "live live",
-        _IN_TORCH,
+        _IN_TORCH + _TOKENS,
         """
 nvfp4-w4a16 | ct-nvfp4 | nvfp4-compressed-tensors | bfloat16 |
 nvfp4-w4a4 | ct-nvfp4 | nvfp4-compressed-tensors | bfloat16 | nvfp4-compressed-tensors-static, static
 mxfp4-w4a16 | ct-mxfp4 | mxfp4-compressed-tensors | bfloat16 |
 mxfp4-w4a4 | ct-mxfp4 | mxfp4-compressed-tensors | bfloat16 | same
 mxfp8-w8a8 | ct-mxfp8 | mxfp8-compressed-tensors | bfloat16 | same
+fp8-channel | ct-fp8-rows | fp8-modelopt-channel, fp8_compressed_tensors | | fp8-compressed-tensors-token
+fp8-tensor | ct-fp8 | fp8-modelopt, fp8_compressed_tensors | | fp8-compressed-tensors-token
+fp8-block | ct-fp8-blocks | fp8-deepgemm-block, fp8_compressed_tensors | | fp8-compressed-tensors-group
+""",
+    ),
+    _Engine(
+        "transformers",
+        "5.23.0 to 5.24.0, with compressed-tensors 0.20.0 to 0.20.1",
+        "dequantize=True",
+        "cpu",
+        TORCH,
+        "live live",
+        _IN_TORCH,
+        """
+nvfp4-w4a16 | ct-nvfp4 | nvfp4-compressed-tensors, compressed_tensors_bfloat16 | |
+mxfp4-w4a16 | ct-mxfp4 | mxfp4-compressed-tensors | |
+fp8-channel-w8a16 | ct-fp8-rows | fp8-modelopt-channel | |
 """,
     ),
     _Engine(
@@ -318,7 +347,8 @@ def _servings() -> Iterator[Serving]:
     """Yield the rows of _TABLE."""
     for one in _TABLE:
         for line in one.rows.strip().split("\n"):
-            scheme, container, weights, dtype, inputs = (cell.strip() for cell in line.split("|"))
+            scheme, container, made, dtype, inputs = (cell.strip() for cell in line.split("|"))
+            weights, _, rule = (part.strip() for part in made.partition(","))
             activations, _, scales = (part.strip() for part in inputs.partition(","))
             name = weights if activations == "same" else activations
             operands, of_product = one.evidence.split()
@@ -332,6 +362,7 @@ def _servings() -> Iterator[Serving]:
                 one.device,
                 _CONTAINERS.get(container, container),
                 recipe(weights),
+                rule,
                 activations=recipe(name) if name else None,
                 product=one.product,
                 needs=one.needs,

@@ -173,7 +173,7 @@ def fake_quantize_model(
         }
         replaced |= {"input_amaxes": input_amaxes, "served_dtype": served_dtype}
         row = engine_of(OP, engine, scheme, route, input_global_scales if inputs is None else inputs, replaced)
-        activations, input_amaxes, recipe = row.activations, inputs, row.weights
+        activations, input_amaxes, recipe = row.activations, inputs, row.loaded
     else:
         row = None
     given = recipe if settings is None else settings

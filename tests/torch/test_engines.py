@@ -22,7 +22,7 @@ transformers = pytest.importorskip("transformers")
 ft = pytest.importorskip("fp4kit.torch")
 
 TOKENS = torch.arange(48).reshape(2, 24) % 64
-SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 64, "head_dim": 16}
+SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 64, "head_dim": 32}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2}
 MOE = {"num_experts": 4, "moe_intermediate_size": 64, "num_experts_per_tok": 2}
 
@@ -96,8 +96,29 @@ def test_logits_of_transformers(tmp_path: Path, case: tuple[str, str]) -> None:
     assert_equal_logits(model, served)
     written = fp4kit.Contract.of(tmp_path / "served")
     stated = fp4kit.serving("transformers", scheme)
-    for name in ("weights", "activations", "input_scales", "served_dtype", "unit", "container"):
+    for name in ("activations", "input_scales", "served_dtype", "unit", "container"):
         assert getattr(written, name) == getattr(stated, name) and name not in written.unknown
+    assert written.weights == next(row for row in fp4kit.servings() if row.scheme == scheme).weights
+
+
+DEQUANTIZED = [row.scheme for row in fp4kit.servings() if row.route == "dequantize=True"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *exhaustive([torch.float32])], ids=str)
+@pytest.mark.parametrize("scheme", [DEQUANTIZED[0], *exhaustive(DEQUANTIZED[1:])])
+def test_logits_of_transformers_that_decodes_when_it_loads(tmp_path: Path, scheme: str, dtype: Any) -> None:
+    """With dequantize=True, inputs stay unquantized, and NVFP4 is decoded by way of bfloat16."""
+    pytest.importorskip("compressed_tensors")
+    served_by = {"engine": "transformers", "scheme": scheme, "route": "dequantize=True"}
+    model = trained(model_of("Llama", tmp_path / "base", dtype), **served_by)
+    model.save_pretrained(tmp_path / "trained")
+    row = next(one for one in fp4kit.servings() if (one.scheme, one.route) == (scheme, "dequantize=True"))
+    convert(tmp_path / "trained", tmp_path / "served", row.weights, format=row.format)
+    config = transformers.CompressedTensorsConfig(dequantize=True)
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    with pytest.warns(UserWarning, match="loading attributes"):
+        loaded = load(tmp_path / "served", dtype=dtype, quantization_config=config)
+    assert_equal_logits(model, loaded)
 
 
 def test_another_scheme_gives_other_logits(tmp_path: Path) -> None:

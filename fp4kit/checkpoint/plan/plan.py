@@ -593,8 +593,9 @@ def configs(plan: Plan) -> dict[str, dict[str, Any]]:
     else:
         layers = plan.layers_of_forms.get(plan.form, [])
         row = plan.request.serving
-        quantizes_inputs = plan.has_input_scale or (row is not None and row.activations is not None)
-        declared, beside = declarations(plan.form, plan.ignore, quantizes_inputs, own, layers)
+        # Only MXFP4 has inputs that are quantized without a stored scale, and also unquantized ones.
+        is_w4a4 = plan.form is table.CT_MXFP4 and row is not None and row.activations is not None
+        declared, beside = declarations(plan.form, plan.ignore, plan.has_input_scale or is_w4a4, own, layers)
     if plan.format == "deepseek-v4":  # layers in FP8 stay as they are
         tiles = declared_in(plan.config).get("weight_block_size")
         declared |= {"weight_block_size": tiles} if tiles else {}
