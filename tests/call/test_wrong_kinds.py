@@ -44,6 +44,7 @@ RIGHT = {
     "matmul": {"a": Q, "b": Q},
     "matmul_grouped": {"a": [Q], "b": [Q]},
     "pack": {"codes": Q.packed & 7},
+    "serving": {"engine": "transformers", "scheme": "nvfp4-w4a4"},
     "parity": {"train": fp4kit.Contract(weights="nvfp4-te"), "rollout": fp4kit.Contract(weights="nvfp4-modelopt")},
     "partial_amax": {"shard": FLAT, "shape": (32, 64), "start": 0, "recipe": "nvfp4-te-2d"},
     "partial_cast": {

@@ -303,7 +303,6 @@ FOREIGN, SOURCES = DATA / "foreign", DATA / "foreign_sources"
 IN_BF16 = "codes nearest to the quotient in bfloat16)"
 F32 = "codes nearest to the quotient in float32)"
 BLOCKS, TENSOR = "FP8 per 128x128 block (amax / 448", "FP8 per tensor (amax / 448"
-BY_ROWS = f"FP8 per row (amax / 448 rounded to bfloat16, {IN_BF16}"
 AGREE = "(they agree on these layers)"
 MODELOPT = "nvfp4-modelopt, nvfp4-modelopt-static, nvfp4-modelopt-static-4over6 or nvfp4-comfy-kitchen-static made"
 VERDICTS = {
@@ -313,9 +312,10 @@ VERDICTS = {
     "modelopt--NVFP4_DEFAULT_CFG+FP8DOWN": f"{MODELOPT} 6 layers {AGREE}; {TENSOR}, {IN_BF16} in 1 layer",
     "modelopt--NVFP4_DEFAULT_CFG+FP8_KV_CFG": f"{MODELOPT} 7 layers {AGREE}",
     "modelopt--gpt_oss-NVFP4_DEFAULT_CFG": f"{MODELOPT} 12 layers {AGREE}",
-    "llm-compressor--MIXED": f"nvfp4-compressed-tensors made 6 layers; {BY_ROWS} in 1 layer",
+    "llm-compressor--MIXED": "nvfp4-compressed-tensors or nvfp4-compressed-tensors-static made 6 layers (they agree on"
+    " these layers); fp8-compressed-tensors-token made 1 layer",
     "llm-compressor--FP8_BLOCK": f"{BLOCKS} rounded to bfloat16, {IN_BF16} in 7 layers",
-    "quark--MXFP4_FP8ATT": f"{TENSOR} rounded to bfloat16, {IN_BF16} in 4 layers; mxfp4-quark-even made 3 layers",
+    "quark--MXFP4_FP8ATT": "fp8-compressed-tensors made 4 layers; mxfp4-quark-even made 3 layers",
     "torchao--NVFP4WO": "nvfp4-torchao made 7 layers",
 }
 

@@ -120,7 +120,10 @@ def test_engines_that_do_not_fit_are_refused(tmp_path: Path, options: dict[str, 
 
 def test_every_engine_that_loads_checkpoints_gets_its_container(tmp_path: Path) -> None:
     """Only the engine and the scheme are given; recipe, format and declaration follow."""
-    synthetic.dense(tmp_path / "m")
+    x = {
+        f"model.layers.0.mlp.{name}_proj.weight": synthetic.random(name, (128, 128)) for name in ("gate", "up", "down")
+    }
+    synthetic.write_model(tmp_path / "m", {"model_type": "qwen3"}, x)
     for row in fp4kit.servings():
         first = next(one for one in fp4kit.servings() if (one.engine, one.scheme) == (row.engine, row.scheme))
         if row.format is None or (row.route and row is not first):
