@@ -52,7 +52,7 @@ EXPORTED(reciprocals_at) void* reciprocals_at() {
   return reciprocals;
 }
 
-// Return the index of the entry whose key is in `key`, or -1 if no entry has it. See cpu/coverage.py for the keys.
+// Return the index of the entry whose key is in `key`, or -1 if no entry has it. See cpu/codec.py for the keys.
 EXPORTED(block_rule) i32 block_rule() {
   return kBlockRules.index_of(key);
 }

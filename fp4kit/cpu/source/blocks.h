@@ -10,7 +10,7 @@
 #include "input_types.h"
 
 constexpr i64 kPanelColumns =
-    2048;  // largest number of columns of a panel (README.md); equals PANEL_COLUMNS of cpu/coverage.py
+    2048;  // largest number of columns of a panel (README.md); equals PANEL_COLUMNS of cpu/codec.py
 constexpr i64 kMaxPanelBlocks = kPanelColumns / 16;  // largest number of blocks of a panel
 constexpr int kRun = 16;                             // number of elements of a run, which share one factor
 

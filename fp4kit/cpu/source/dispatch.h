@@ -1,6 +1,6 @@
 // The tables in which calls find compiled rules.
 //   entry               the compiled code of one rule, for all types of elements
-//   key                 the text by which Python looks up the index of an entry (cpu/coverage.py)
+//   key                 the text by which Python looks up the index of an entry (cpu/codec.py)
 //   block rule          computes the scale codes of blocks from their amaxes, and from these codes the factors, by
 //                       which elements are multiplied or divided before they are rounded
 //   tensor rule         computes the tensor scale of a matrix from its amax

@@ -19,7 +19,7 @@
 #include "encode_elements.h"
 
 constexpr int kBlockColumns = 16;  // number of columns of a block
-constexpr int kMaxBlockRows = 16;  // largest number of rows of a block; equals MAX_BLOCK_ROWS of cpu/coverage.py
+constexpr int kMaxBlockRows = 16;  // largest number of rows of a block; equals MAX_BLOCK_ROWS of cpu/codec.py
 typedef float LaneVector __attribute__((vector_size(kLanes * sizeof(float))));
 
 // Return the kLanes floats at the address `from`, which may have any alignment.

@@ -10,7 +10,7 @@
 //   Out       the type of the values
 //   fallback  the specification, which computes the tiles that these loops cannot
 //
-// Python finds the pieces by the specification (cpu/coverage.py), which makes results equal in every bit.
+// Python finds the pieces by the specification (cpu/codec.py), which makes results equal in every bit.
 #pragma once
 
 #include "encode_matrix.h"
