@@ -112,19 +112,22 @@ def live_side(model: torch.nn.Module, *, recipe: RecipeId | Recipe | None = None
     These models are read:
 
     - any model with unquantized weights, among them models of a trainer, also after fp4kit.torch.fake_quantize_model;
-    - transformers with compressed-tensors, compressed or decompressed: NVFP4, MXFP4, MXFP8 and FP8;
+    - transformers with compressed-tensors, compressed or decompressed: NVFP4, MXFP4, MXFP8 and FP8; gpt-oss with decoded
+      experts;
     - vLLM and SGLang after process_weights_after_loading: NVFP4, MXFP4, MXFP8 and FP8 in linear layers and experts, for
       kernels that keep the codes in order. The alpha of W4A4 layers is compared with the scales that it is made of. If
       it is another number, the layer's tensor scale is the one with which the engine computes.
 
     Args:
         model: the module. Run this function where the module is, for example in a worker (collective_rpc in vLLM).
-        recipe: the recipe by which the codes are decoded. None for a recipe of the format; its values are
-            code * (block_scale * tensor_scale).
+        recipe: the recipe by which codes are decoded. If it is None, compressed codes of transformers are decoded as
+            transformers does. Codes of engines that multiply codes have no decoding of their own, so parity decodes
+            them by the recipe of the other side.
 
     Returns:
-        (contract, tensors): a Contract with the names of unquantized layers, and stored input scales if all layers have
-        them; its other settings are unknown. The tensors are a mapping from layer name to RowReader.
+        (contract, tensors): a Contract with the names of unquantized layers if others are quantized, and static input
+        scales if all quantized layers have them; its other settings are unknown. The tensors are a mapping from layer
+        name to RowReader.
 
     Raises:
         TypeError: model is not a module.
@@ -167,10 +170,11 @@ def live_side(model: torch.nn.Module, *, recipe: RecipeId | Recipe | None = None
         others |= _others(held, {leaf for matrix in found for leaf in matrix.used}, fused)
     quantized = {name for name, one in readers.items() if one.recipe is not None or one.decoded}
     static = bool(scales) and scales.keys() == quantized
+    known = {"excluded": bool(quantized), "input_scales": static}
     contract = Contract(
-        excluded=tuple(name for name in readers if name not in quantized),
+        excluded=tuple(name for name in readers if quantized and name not in quantized),
         input_scales="static" if static else None,
-        unknown=tuple(one for one in SETTINGS if one != "excluded" and not (one == "input_scales" and static)),
+        unknown=tuple(one for one in SETTINGS if not known.get(one)),
     )
     tensors = {name: partial(readers.__getitem__, name) for name in readers}
     return contract, LazyTensors(tensors, LazyTensors(scales), others)
