@@ -112,11 +112,13 @@ def live_side(model: torch.nn.Module, *, recipe: RecipeId | Recipe | None = None
     These models are read:
 
     - any model with unquantized weights, among them models of a trainer, also after fp4kit.torch.fake_quantize_model;
-    - transformers with compressed-tensors, compressed or decompressed: NVFP4, MXFP4, MXFP8 and FP8; gpt-oss with decoded
-      experts;
-    - vLLM and SGLang after process_weights_after_loading: NVFP4, MXFP4, MXFP8 and FP8 in linear layers and experts, for
-      kernels that keep the codes in order. The alpha of W4A4 layers is compared with the scales that it is made of. If
-      it is another number, the layer's tensor scale is the one with which the engine computes.
+    - transformers with compressed-tensors, compressed or decompressed: NVFP4, MXFP4, MXFP8 and FP8. Also gpt-oss with
+      decoded experts.
+    - vLLM after process_weights_after_loading: NVFP4, MXFP4 and MXFP8 in linear layers and experts; FP8 in linear ones.
+    - SGLang after process_weights_after_loading: NVFP4 in linear layers and experts; MXFP8 and FP8 in linear layers.
+
+    In vLLM and SGLang, the kernel must keep the codes in order. The alpha of W4A4 layers is compared with the scales of
+    which it is made. If it is another number, the layer's tensor scale is the one with which the engine computes.
 
     Args:
         model: the module. Run this function where the module is, for example in a worker (collective_rpc in vLLM).
