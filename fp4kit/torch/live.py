@@ -307,6 +307,10 @@ def _matrices(held: _Held) -> Iterator[_Matrix]:
         rows = held.attribute("org_vocab_size") or weight.shape[0]
         widths = _widths(held)
         shape = sum(widths) or rows, weight.shape[1]
+        if shape[0] > weight.shape[0]:
+            raise held.error(
+                f"holds {weight.shape[0]} of {shape[0]} rows, those of one rank; needs an engine on one rank"
+            )
         values, used = _computed(held, "weight"), _used(held)
         decoded = values is not None or used != ("weight",)
         yield _Matrix(held.name, weight, shape, used, widths=widths, values=values, decoded=decoded)

@@ -510,6 +510,10 @@ ERRORS = (
         ),
         "not processed yet",
     ),
+    (
+        lambda: module_of("ParallelLMHead", weight=torch.zeros(64, 32), org_vocab_size=128),
+        "holds 64 of 128 rows, those of one rank; needs an engine on one rank",
+    ),
 )
 
 
