@@ -12,6 +12,7 @@ from concurrent.futures import BrokenExecutor, Executor, Future, ThreadPoolExecu
 from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -186,13 +187,16 @@ def test_names_that_look_like_those_of_jobs(tmp_path: Path) -> None:
     assert len(report.done) == 3 and sum(ticks) == bytes_to_read(plan)
 
 
+ONE_PATCH = Lock()  # two threads that patch and restore in turn would leave the stand-in behind
+
+
 def on_a_bad_disk(path: Path) -> None:
     """Stand in for staging.sync_file in a worker: fail as if fsync reported a disk error."""
 
     def fail(descriptor: int) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
-    with pytest.MonkeyPatch.context() as patch:
+    with ONE_PATCH, pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", fail)
         SYNC(path)
 

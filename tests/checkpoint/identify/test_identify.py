@@ -363,8 +363,8 @@ def test_layers_of_several_formats_have_one_verdict_each() -> None:
     tensor = LayerPair("t", quantized(x, "tensor", BF16, BF16), x)
     verdict = identify_layers([*rows, tensor])
     assert verdict.is_clean and verdict.sentence == (
-        "FP8 per row (amax / 448, codes nearest to the quotient in float32) in 3 layers; FP8 per tensor"
-        " (amax / 448 rounded to bfloat16, codes nearest to the quotient in bfloat16) in 1 layer"
+        "FP8 per row (amax / 448, codes nearest to the quotient in float32) in 3 layers;"
+        " fp8-compressed-tensors made 1 layer"
     )
     broken = LayerPair("b", quantized(x, "row", F32, F32), weight(seed=1))
     assert [layer.name for layer in identify_layers([*rows, tensor, broken]).exceptions] == ["b"]
