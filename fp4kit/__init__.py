@@ -167,7 +167,7 @@ FUNCTIONS.update(  # methods of Quantized and Recipe call these functions; see l
         "Quantized._repr_html_": html_of,
         "Recipe.panel": panel,
         "parity.open": lambda *arguments: import_module("fp4kit.checkpoint.contract").opened(*arguments),
-        "parity.live": lambda *arguments: import_module("fp4kit.torch.live").live_side(*arguments),
+        "parity.live": lambda model, recipe=None: import_module("fp4kit.torch.live").of_module(model, recipe=recipe),
         "Contract.of": lambda *arguments: import_module("fp4kit.checkpoint.contract").contract_of(*arguments),
     }
 )

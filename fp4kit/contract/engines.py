@@ -309,7 +309,7 @@ mxfp8-w8a16 | mlx-mxfp8 | mxfp8-mlx-cpu | |
         "",
         "cpu",
         "ggml-avx2-repacked",
-        "recorded recorded",
+        "recorded live",
         "a build for AVX2 without VNNI; inputs in float32, which the product quantizes to Q8_0",
         """
 mxfp4-w4a8 | gguf-mxfp4 | mxfp4-gguf | |
@@ -321,7 +321,7 @@ mxfp4-w4a8 | gguf-mxfp4 | mxfp4-gguf | |
         "without repacking",
         "cpu",
         "ggml-avx2",
-        "recorded recorded",
+        "recorded live",
         "a build for AVX2 without VNNI; inputs in float32, which the product quantizes to Q8_0",
         """
 mxfp4-w4a8 | gguf-mxfp4 | mxfp4-gguf | |
@@ -338,6 +338,7 @@ nvfp4-w4a8 | gguf-nvfp4 | nvfp4-gguf | |
         _IN_TORCH,
         """
 fp8-tensor | | fp8-modelopt | | same, static
+fp8-token | | fp8-modelopt-channel-cpu | | same
 """,
     ),
 )

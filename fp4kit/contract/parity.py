@@ -72,7 +72,7 @@ def parity(
     - a Contract, which quantizes `weights` by its recipes;
     - a path: a contract file (.json), a model directory, a .safetensors file or a GGUF file;
     - tensors by name: a Quantized or an array per layer, such as weights, activations or logits;
-    - a torch.nn.Module, such as a trainer's model or that of a running engine (see fp4kit.torch.live_side);
+    - a torch.nn.Module, such as a trainer's model or that of a running engine (see fp4kit.torch.of_module);
     - a function f(layer, weight) that returns a Quantized or an array of values, such as a trainer's fake quantizer;
     - a pair of a Contract and a model, tensors or a function. The Contract replaces the contract that a model has.
 

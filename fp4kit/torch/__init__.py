@@ -8,7 +8,7 @@
 - FakeQuantized parametrizes one parameter. FakeQuantSettings says which parameters, and with which recipe.
 - merge_adapter merges a LoRA adapter into quantized weights, and says how much of it survives rounding.
 - collect measures the inputs of a model's layers, from which input scales follow.
-- live_side reads the model of a running engine, so that fp4kit.parity compares it with the trainer.
+- of_module reads the model of a running engine, so that fp4kit.parity compares it with the trainer.
 
 The operations are custom operators. So torch.compile(fullgraph=True), torch.export, torch.func, checkpointing, autocast
 and CUDA graphs work, on CPU and CUDA. In compiled code, quantize, dequantize and recipes passed as Recipe objects need
@@ -29,7 +29,7 @@ from fp4kit.torch.functions import (
     register_quantized,
 )
 from fp4kit.torch.inputs import collect
-from fp4kit.torch.live import live_side
+from fp4kit.torch.live import of_module
 from fp4kit.torch.modules import fake_quantize_model, remove_fake_quantization
 from fp4kit.torch.parameters import FakeQuantized
 from fp4kit.training.settings import FakeQuantSettings
@@ -44,8 +44,8 @@ __all__ = [
     "fake_quantize_grouped",
     "fake_quantize_model",
     "linear",
-    "live_side",
     "merge_adapter",
+    "of_module",
     "quantize",
     "remove_fake_quantization",
 ]

@@ -31,7 +31,7 @@ from fp4kit.reference.tensor_rules import divisor_amaxes
 from fp4kit.torch.parameters import renaming_of
 from fp4kit.types import RecipeId
 
-OP = "live_side"
+OP = "of_module"
 _LINEAR, _SWIZZLED = "linear", "swizzled_128x4"
 # Class name of vLLM's kernel -> layout of the block scales. All other kernels repack or shuffle codes.
 _KERNELS = {
@@ -100,10 +100,10 @@ _STALE = "the engine computes with a stale alpha; process the weights again"
 Tensor: TypeAlias = torch.Tensor
 
 
-def live_side(model: torch.nn.Module, *, recipe: RecipeId | Recipe | None = None) -> tuple[Contract, Mapping[str, Any]]:
+def of_module(model: torch.nn.Module, *, recipe: RecipeId | Recipe | None = None) -> tuple[Contract, Mapping[str, Any]]:
     """Return a model in memory as a side of fp4kit.parity, so that a running engine is compared without a checkpoint.
 
-        found = fp4kit.parity((contract, sent), fp4kit.torch.live_side(engine_model), seconds=2)
+        found = fp4kit.parity((contract, sent), fp4kit.torch.of_module(engine_model), seconds=2)
 
     Layers have their names in the checkpoint: merged layers such as qkv_proj are split, stacks of experts are split
     into matrices, swizzled scales are read in linear order, and padding is left out. Nothing is copied or converted
@@ -143,10 +143,10 @@ def live_side(model: torch.nn.Module, *, recipe: RecipeId | Recipe | None = None
     Examples:
         >>> import fp4kit, torch, fp4kit.torch
         >>> model = torch.nn.Sequential(torch.nn.Linear(32, 8))
-        >>> contract, tensors = fp4kit.torch.live_side(model)
+        >>> contract, tensors = fp4kit.torch.of_module(model)
         >>> list(tensors), tensors["0"].shape
         (['0'], (8, 32))
-        >>> fp4kit.parity(model, fp4kit.torch.live_side(model)).equal
+        >>> fp4kit.parity(model, fp4kit.torch.of_module(model)).equal
         True
     """
     if not isinstance(model, torch.nn.Module):

@@ -1,4 +1,4 @@
-"""Test that live_side reads the models of trainers and engines, so that parity finds every fault in them.
+"""Test that of_module reads the models of trainers and engines, so that parity finds every fault in them.
 
 Modules of transformers are loaded. Those of vLLM 0.33.0 and SGLang 0.5.23 do not run here: their state is derived from
 their sources, which each builder names. ``v/`` stands for vllm/model_executor/ and ``s/`` for sglang/srt/layers/.
@@ -271,7 +271,7 @@ def test_linear_layers_of_engines(name):
     form, build = LINEAR[name]
     layers = STORED[form]
     model = engine(build([layers[one] for one in QKV]), build([layers[DOWN]]))
-    contract, live = ft.live_side(model)
+    contract, live = ft.of_module(model)
     assert list(live) == [*QKV, DOWN] and list(live.others) == ["model.layers.0.input_layernorm"]
     for one in live:  # every code and scale, in linear order and without padding
         found, wanted = live[one].read(np.arange(live[one].shape[0])), layers[one]
@@ -306,7 +306,7 @@ def test_experts_of_engines(name):
     form, build = EXPERT_MODULES[name]
     layers = STORED[form]
     model = engine(experts=build(layers))
-    _, live = ft.live_side(model)
+    _, live = ft.of_module(model)
     assert sorted(live) == sorted(expert_names(layers))
     for one in live:
         found, wanted = live[one].read(np.arange(live[one].shape[0])), layers[one]
@@ -436,7 +436,7 @@ def test_a_layer_that_an_exclusion_of_the_engine_swallows():
             assert layer.setting.startswith("rollout does not quantize this layer, and train does")
     assert len(found.differing) == 2
     model["lm_head"] = vllm_nvfp4([STORED["nvfp4"][DOWN]], "EmulationNvFp4LinearKernel")
-    assert set(ft.live_side(model)[0].excluded) == set(parts)
+    assert set(ft.of_module(model)[0].excluded) == set(parts)
 
 
 GATE_UP_WEIGHTS = {name: weights(3)[f"{E}.0.{name}"] for name in ("gate_proj", "up_proj")}
@@ -519,36 +519,37 @@ ERRORS = (
 
 @pytest.mark.parametrize(("build", "message"), ERRORS)
 def test_what_is_not_known_is_refused_by_name(build, message):
-    with pytest.raises(ValueError, match=r"^live_side: layers\.0\.odd ") as error:
-        ft.live_side(torch.nn.ModuleDict({"layers": torch.nn.ModuleList([torch.nn.ModuleDict({"odd": build()})])}))
+    with pytest.raises(ValueError, match=r"^of_module: layers\.0\.odd ") as error:
+        ft.of_module(torch.nn.ModuleDict({"layers": torch.nn.ModuleList([torch.nn.ModuleDict({"odd": build()})])}))
     assert message in str(error.value)
 
 
 def test_other_errors(monkeypatch):
-    with pytest.raises(TypeError, match="live_side: model is 3; needs a Module"):
-        ft.live_side(3)
+    for of_module in (ft.of_module, fp4kit.contract.of_module):
+        with pytest.raises(TypeError, match="of_module: model is 3; needs a Module"):
+            of_module(3)
     joined = qkv_with()
-    with pytest.raises(ValueError, match="live_side: odd joins 3 layers; their names are not known"):
-        ft.live_side(torch.nn.ModuleDict({"odd": joined}))
+    with pytest.raises(ValueError, match="of_module: odd joins 3 layers; their names are not known"):
+        ft.of_module(torch.nn.ModuleDict({"odd": joined}))
     named = torch.nn.ModuleDict({"odd": joined})
     named.packed_modules_mapping = {"odd": ["a", "b", "c"]}
-    assert list(ft.live_side(named)[1]) == ["a", "b", "c"]
+    assert list(ft.of_module(named)[1]) == list(fp4kit.contract.of_module(named)[1]) == ["a", "b", "c"]
     with pytest.raises(
         ValueError, match="q_proj has codes as nvfp4-compressed-tensors; needs a recipe for such codes, not"
     ):
-        ft.live_side(engine(joined), recipe="mxfp4")
-    assert ft.live_side(engine(joined), recipe="nvfp4-te")[1][QKV[0]].recipe.id == "nvfp4-te"
+        ft.of_module(engine(joined), recipe="mxfp4")
+    assert ft.of_module(engine(joined), recipe="nvfp4-te")[1][QKV[0]].recipe.id == "nvfp4-te"
     backend = SimpleNamespace(is_flashinfer_trtllm=lambda: True)
     place = SimpleNamespace(get_fp4_gemm_runner_backend=lambda: backend)
     monkeypatch.setitem(sys.modules, "sglang.srt.layers.quantization.fp4_utils", place)
     for form in ("ct", "modelopt"):
         with pytest.raises(ValueError, match=r"qkv_proj .* is shuffled for the backend flashinfer_trtllm"):
-            ft.live_side(engine(sglang_nvfp4([STORED["nvfp4"][one] for one in QKV], form)))
+            ft.of_module(engine(sglang_nvfp4([STORED["nvfp4"][one] for one in QKV], form)))
     for word in ("enable_flashinfer_trtllm_moe", "_is_cutedsl_v2_standard"):
         experts = sglang_experts(STORED["nvfp4"], "modelopt")
         setattr(experts.quant_method, word, True)
         with pytest.raises(ValueError, match=f"is shuffled or interleaved for its kernel \\({word}\\)"):
-            ft.live_side(engine(experts=experts))
+            ft.of_module(engine(experts=experts))
 
 
 def test_unquantized_merged_layers_and_others():
@@ -561,7 +562,7 @@ def test_unquantized_merged_layers_and_others():
     model["model"]["embed_tokens"] = embedding
     model["lm_head"] = torch.nn.Linear(80, 100, bias=False)
     model["lm_head"].weight = embedding.weight  # tied, so it is no layer of its own
-    contract, live = ft.live_side(model)
+    contract, live = ft.of_module(model)
     first = dict(zip(QKV, np.split(whole.numpy(), np.cumsum(rows)[:-1]), strict=True))
     for name in QKV:
         assert np.array_equal(live[name].read(np.arange(live[name].shape[0])), first[name])
@@ -612,7 +613,7 @@ def loaded(tmp_path, kind, recipe):
 @pytest.mark.parametrize("recipe", RECIPE.values())
 def test_models_of_transformers_before_and_after_they_decompress(tmp_path, recipe):
     source, served, model = loaded(tmp_path, "Llama", recipe)
-    contract = ft.live_side(model)[0]
+    contract = ft.of_module(model)[0]
     assert contract.excluded == ("lm_head", "model.embed_tokens")
     assert contract.input_scales == ("static" if recipe.startswith("nvfp4") else None)
     trained = copy.deepcopy(source)
@@ -641,7 +642,7 @@ def test_experts_of_transformers(tmp_path):
     with torch.no_grad():
         model(torch.tensor([[1, 2, 3]]))
     assert {f"{E}.{e}.{name}" for e in range(2) for name in ("gate_proj", "up_proj", "down_proj")} < {
-        *ft.live_side(model)[1]
+        *ft.of_module(model)[1]
     }
     assert fp4kit.parity(served, model).equal
     trained = copy.deepcopy(source)
@@ -666,7 +667,7 @@ def test_gpt_oss_of_transformers(tmp_path):
     convert(tmp_path / "source", tmp_path / "served", "mxfp4-ocp", format="gpt-oss")
     decoded = {"quantization_config": transformers.Mxfp4Config(dequantize=True), "dtype": torch.bfloat16}
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "served", **decoded)
-    assert "excluded" in ft.live_side(model)[0].unknown
+    assert "excluded" in ft.of_module(model)[0].unknown
     found = fp4kit.parity(tmp_path / "served", model)
     assert found.equal and len([x for x in found.layers if "experts" in x.name and x.kind == "weight"]) == 4
     with torch.no_grad():
@@ -683,7 +684,7 @@ def test_transposed_and_interleaved_experts_of_gpt_oss():
     torch.nn.init.normal_(experts.gate_up_proj)
     torch.nn.init.normal_(experts.down_proj)
     model = torch.nn.ModuleDict({"experts": experts})
-    live = ft.live_side(model)[1]
+    live = ft.of_module(model)[1]
     assert {name: live[name].shape for name in live} == {
         **{f"experts.{e}.gate_up_proj": (64, 64) for e in range(2)},
         **{f"experts.{e}.down_proj": (64, 32) for e in range(2)},
