@@ -502,7 +502,7 @@ def products(side: Side, inputs: np.ndarray, weights: Matrix, quantized: bool, l
         return np.asarray(matmul(inputs, weights, unit=unit))
     left: Matrix = inputs
     if quantized and recipe is not None:
-        left = side_rows.made(inputs, recipe, side.input_amax(layer, recipe, inputs.dtype))
+        left = side_rows.made(inputs, *side.of_inputs(layer, recipe, inputs.dtype))
     if isinstance(left, Quantized) and isinstance(weights, Quantized):
         return np.asarray(matmul(left, weights, unit=unit))
     decoded = (dequantize(one, BFLOAT16) if isinstance(one, Quantized) else one for one in (left, weights))

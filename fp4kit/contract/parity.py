@@ -629,7 +629,7 @@ def _quantized(side: Side, name: str, x: np.ndarray, rows: np.ndarray, r: Recipe
     if r is None:
         return Rows(side.label, x[rows], x[rows])
     x = side.transformed(x)
-    static = side.input_amax(name, r, x.dtype)
+    r, static = side.of_inputs(name, r, x.dtype)
     amax = side_rows.amax_of(x, r) if static is None else static
     rows_of_amax = amax if amax is None or not amax.ndim else amax[rows]
     one = Arithmetic(r, rows_of_amax, (name,) if static is None else (), side.transform, static is not None)
@@ -640,8 +640,8 @@ def _quantized(side: Side, name: str, x: np.ndarray, rows: np.ndarray, r: Recipe
 def _input_quantizer(side: Side, name: str, x: np.ndarray) -> tuple[Any, ...]:
     """Return what a side quantizes the inputs of a layer with: (recipe, static amax or None, transform)."""
     activations = side.contract.activations
-    amax = None if activations is None else side.input_amax(name, activations, x.dtype)
-    return activations, None if amax is None else float(amax), side.transform
+    recipe, amax = (None, None) if activations is None else side.of_inputs(name, activations, x.dtype)
+    return recipe, None if amax is None else float(amax), side.transform
 
 
 def _operands(compared: Sequence[Rows]) -> str:

@@ -26,7 +26,7 @@ from fp4kit.ops.transforms import hadamard, unswizzle
 from fp4kit.quantized.container import Quantized
 from fp4kit.quantized.slicing import box_of, of_zeros, on_host
 from fp4kit.recipes import RECIPES, Recipe
-from fp4kit.recipes.schema import as_stored
+from fp4kit.recipes.schema import as_stored, by_divisor, takes_divisor
 from fp4kit.reference.codec import TILE_ELEMENTS, traced
 from fp4kit.reference.quantize import tensor_amax
 from fp4kit.reference.stochastic import HADAMARD_BLOCK, TE_SIGN_MASK, hadamard_blocks
@@ -134,18 +134,20 @@ class Side:
             return hadamard_blocks(x, _MASKS[signs])
         return np.asarray(hadamard(x, size, signs=None if signs is None else [1 if s == "+" else -1 for s in signs]))
 
-    def input_amax(self, layer: str, recipe: Recipe, dtype: np.dtype) -> np.ndarray | None:
-        """Return the tensor amax from which a recipe of activations computes the stored input scale of a layer."""
+    def of_inputs(self, layer: str, recipe: Recipe, dtype: np.dtype) -> tuple[Recipe, np.ndarray | None]:
+        """Return the recipe and the tensor amax that give the stored input scale of a layer; None if none is stored."""
         scale = self.input_scales.get(layer)
         is_static = self.contract.input_scales == "static" and recipe.tensor_scaling == "tensor"
         if not is_static or scale is None or not 0 < scale.value < np.inf:
-            return None
+            return recipe, None
         found = static_amax(scale.value, recipe, dtype, scale.divides)
         if found != UNKNOWN:
-            return np.asarray(found)
+            return recipe, np.asarray(found)
+        if scale.divides and takes_divisor(recipe):
+            return by_divisor(recipe), np.asarray(scale.value)
         with np.errstate(over="ignore"):
             likely = covered_range(recipe) / scale.value if scale.divides else covered_range(recipe) * scale.value
-        return np.asarray(np.minimum(likely, FLT_MAX))
+        return recipe, np.asarray(np.minimum(likely, FLT_MAX))
 
     def check(self) -> None:
         """Raise ValueError if the side has only a contract, and this contract does not determine codes alone."""

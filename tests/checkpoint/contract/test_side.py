@@ -14,7 +14,7 @@ from fp4kit.checkpoint import CheckpointError, convert
 from fp4kit.cli import main
 from fp4kit.contract.compare_layer import products
 from fp4kit.contract.schema import FILE
-from fp4kit.contract.sides import side_of
+from fp4kit.contract.sides import InputScale, Side, side_of
 from fp4kit.evidence.testing import assert_same_bits
 
 RNG = np.random.default_rng(0)
@@ -290,3 +290,19 @@ def test_a_lossless_rename_differs_by_rounding_alone(formats, tmp_path):
     scale = {"modelopt": "weight_scale_2", "compressed-tensors": "weight_global_scale"}[formats[1]]
     change(tmp_path / "b", f"layers.0.mlp.down_proj.{scale}", lambda value: value * 2)
     assert "codes and scales are equal" not in fp4kit.parity(tmp_path / "a", tmp_path / "b").verdict
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4-compressed-tensors-static", "nvfp4-vllm-static-divisor"])
+def test_stored_divisors_are_used_as_they_are(recipe):
+    """No amax gives some of the divisors that engines store. Inputs have the engine's codes under all of them."""
+    x, r = RNG.standard_normal((4, 64), np.float32), fp4kit.recipe(recipe)
+    amaxes = RNG.uniform(0.1, 30, 64).astype(np.float32)
+    contract, rules = fp4kit.Contract(activations=recipe, input_scales="static"), set()
+    for divisor in np.float32(2688) / amaxes:
+        side = Side("rollout", contract)
+        side.input_scales = {"a": InputScale(divisor, True)}
+        one, amax = side.of_inputs("a", r, x.dtype)
+        rules.add(one.tensor_rule)
+        expected = fp4kit.quantize_static(x, recipe, input_global_scale=divisor)
+        assert_same_bits(fp4kit.quantize(x, one, tensor_amax=amax).packed, expected.packed)
+    assert rules == {r.tensor_rule, "divisor"}
