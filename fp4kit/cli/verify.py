@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import argparse
 import shlex
+from collections.abc import Iterator
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
 from fp4kit.arguments import flag
+from fp4kit.checkpoint.containers.configs import LOADED
+from fp4kit.checkpoint.containers.engines import VERSIONS
 from fp4kit.checkpoint.executors import Options, cluster
 from fp4kit.checkpoint.findings import lines_of, recorded_activations
+from fp4kit.checkpoint.loaders import support
 from fp4kit.checkpoint.model.inspect import inspect_checkpoint
 from fp4kit.checkpoint.plan.request import OPTIONS
 from fp4kit.checkpoint.plan.scale_search import RECORDED, ScaleSearch
@@ -222,14 +226,28 @@ def _contract(args: argparse.Namespace, out: Output) -> int:
     found = Contract.of(args.path) if row is None else row.contract
     if args.out is not None:
         found.save(args.out)
-    facts = {} if row is None else _serving_row(row)
+    facts = {} if row is None else {**_serving_row(row), "loads": dict(_loads(row))}
     out.lines(map(shown, str(found).splitlines()))
     out.lines(f"{name}: {facts[name]}" for name in ("version", "device", "product", "evidence", "needs") if facts)
+    out.lines(f"{families}: {status}" for families, status in facts.get("loads", {}).items())
     out.document("contract/1", {"contract": found.as_data(), "serving": facts or None})
     return DONE
 
 
 _SHOWN_OF_ENGINES = ("engine", "scheme", "route", "format", "weights", "activations", "product", "evidence")
+
+
+def _loads(row: Serving) -> Iterator[tuple[str, str]]:
+    """Yield (families of models, what the engine does with such a checkpoint of them), as far as it is known."""
+    if row.engine not in VERSIONS or row.container not in LOADED:
+        return
+    families: dict[support.Cell, list[str]] = {}
+    for family in support.FAMILIES:
+        families.setdefault(support.cell(row.container, family, row.engine), []).append(family)
+    for cell, names in families.items():
+        if cell.status != "unknown":
+            how = "" if cell.how == "run" else " (read in its source)"
+            yield f"models {', '.join(names)}", f"{cell.status}{how}{f'; {cell.note}' if cell.note else ''}"
 
 
 def _serving_row(row: Serving) -> dict[str, Any]:

@@ -112,7 +112,10 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert found["schema"] == "fp4kit.engines/1" and len(found["engines"]) == len(ROWS)
     known = ["contract", "--engine", "transformers", "--scheme", "nvfp4-w4a4"]
     assert main([*known, "--out", str(tmp_path / "c.json")]) == 0
-    assert "activations: nvfp4-compressed-tensors-static" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "activations: nvfp4-compressed-tensors-static" in printed
+    assert "models dense, llama, llama4, granite_moe, vlm: loads\n" in printed
+    assert "models moe, deepseek_v3: wrong values; the engine decodes experts without their global scale" in printed
     assert fp4kit.Contract.load(tmp_path / "c.json") == fp4kit.serving("transformers", "nvfp4-w4a4")
     assert main(["contract", str(tmp_path / "c.json"), "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
