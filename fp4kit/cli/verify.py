@@ -213,24 +213,32 @@ def _parity_body(found: Parity) -> dict[str, Any]:
 
 def _contract(args: argparse.Namespace, out: Output) -> int:
     """Run the command contract."""
-    ways = {"PATH": args.path, "--engine": args.engine, "--list": args.list}
-    given = [name for name, value in ways.items() if value]
-    if len(given) != 1:
-        raise CheckpointError(f"got {' and '.join(given) or 'none'} of {', '.join(ways)}; give one of them")
+    if (args.path or args.engine) if args.list else not (args.path or args.engine):
+        raise CheckpointError("give PATH, --engine with --scheme, both, or --list alone")
     if args.list:
         rows = [_serving_row(row) for row in servings()]
         out.records(rows, {name: f"{{{name}}}" for name in _SHOWN_OF_ENGINES})
         out.document("engines/1", {"engines": rows})
         return DONE
     row = serving_of("contract", args.engine, args.scheme, args.route, args.format) if args.engine else None
-    found = Contract.of(args.path) if row is None else row.contract
+    stored = None if args.path is None else Contract.of(args.path)
+    found = stored if row is None else row.contract
+    assert found is not None
     if args.out is not None:
         found.save(args.out)
     facts = {} if row is None else {**_serving_row(row), "loads": dict(_loads(row))}
     out.lines(map(shown, str(found).splitlines()))
     out.lines(f"{name}: {facts[name]}" for name in ("version", "device", "product", "evidence", "needs") if facts)
     out.lines(f"{families}: {status}" for families, status in facts.get("loads", {}).items())
-    out.document("contract/1", {"contract": found.as_data(), "serving": facts or None})
+    differs = None if row is None or stored is None else stored.diff(found)
+    if differs is not None:
+        out.line()
+        out.line(
+            "where the stored contract and the engine differ:" if differs.differences else "nothing stated differs"
+        )
+        out.lines(map(shown, differs.differences))
+    body = {"contract": found.as_data(), "serving": facts or None}
+    out.document("contract/1", {**body, "differences": None if differs is None else differs.differences})
     return DONE
 
 
@@ -297,6 +305,7 @@ COMMANDS = {
             "fp4kit contract --list": "list engines and schemes",
             "fp4kit contract --engine transformers --scheme nvfp4-w4a4": "show what transformers computes",
             "fp4kit contract Llama-NVFP4": "show the contract of a checkpoint",
+            "fp4kit contract Llama-NVFP4 --engine vLLM --scheme nvfp4-w4a4": "show how another engine computes with it",
         },
         [
             path_flag("path", "PATH", f"checkpoint or contract to show: {_KINDS}", nargs="?"),

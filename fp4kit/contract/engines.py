@@ -415,6 +415,8 @@ def serving(engine: str, scheme: str, *, route: str | None = None, format: str |
 
 def serving_of(op: str, engine: Any, scheme: Any, route: Any = None, format: Any = None) -> Serving:
     """Return the first record for the arguments engine, scheme, route and format of a public function."""
+    if engine is None:
+        raise TypeError(f"{op}: scheme {scheme!r:.60} is given without an engine; give an engine too, such as 'vLLM'")
     engine = as_word(op, "engine", engine)
     rows = [row for row in servings() if row.engine.lower() == engine.lower()]
     if not rows:

@@ -510,7 +510,9 @@ class Contract:
         """
         path = Path(path)
         if not path.is_file():
-            raise CheckpointError(f"{path}: is not a file; needs a contract that fp4kit convert or Contract.save wrote")
+            raise CheckpointError(
+                f"{path}: is not a file; needs a contract of fp4kit convert, fp4kit contract --out or Contract.save"
+            )
         return cls._from_data(path.name, load_object(path, path.name))
 
     def save(self, path: str | Path) -> None:

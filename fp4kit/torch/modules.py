@@ -9,8 +9,10 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch.nn.utils import parametrize
 
@@ -18,10 +20,13 @@ from fp4kit.arguments import as_flag, is_one_of
 from fp4kit.arrays.imports import is_distributed
 from fp4kit.checkpoint.selection.names import adapter_tensor
 from fp4kit.checkpoint.selection.selection import CONV1D
+from fp4kit.contract.engines import Serving
 from fp4kit.contract.schema import ServedDtype
+from fp4kit.lazy import FUNCTIONS
 from fp4kit.qat import QatChoice, QatPlan, QuantizedNames, TrainedWeight, engine_of, make_plan, similar
 from fp4kit.recipes import Recipe
 from fp4kit.recipes.table import to_spec
+from fp4kit.reference.tensor_rules import UNKNOWN, static_amax
 from fp4kit.torch import adapters as peft_layers
 from fp4kit.torch import parameters as stored
 from fp4kit.torch.adapters import Adapters, FakeQuantizing, fake_quantizing
@@ -103,8 +108,8 @@ def fake_quantize_model(
         settings: a FakeQuantSettings, in place of `recipe`.
         engine, scheme, route: the engine that will serve the model, such as "transformers" and "nvfp4-w4a4", as in
             fp4kit.serving. They determine recipe, format, activations and served_dtype, which must be None.
-        inputs: with an engine that reads stored input scales: a Collector of fp4kit.torch.collect, or a dict of layer
-            -> amax, as input_amaxes.
+        inputs: with an engine that reads stored input scales: a Collector of fp4kit.torch.collect, a dict of layer ->
+            amax, as input_amaxes, or the path of a checkpoint that stores them, such as that of an earlier conversion.
 
     Returns:
         The names of the parameters that are now fake-quantized; [] for settings without a recipe. print() of the result
@@ -173,7 +178,10 @@ def fake_quantize_model(
         }
         replaced |= {"input_amaxes": input_amaxes, "served_dtype": served_dtype}
         row = engine_of(OP, engine, scheme, route, input_global_scales if inputs is None else inputs, replaced)
-        activations, input_amaxes, recipe = row.activations, inputs, row.loaded
+        activations, recipe = row.activations, row.loaded
+        if isinstance(inputs, (str, Path)):
+            inputs, input_global_scales = _stored_scales(inputs, row)
+        input_amaxes = inputs
     else:
         row = None
     given = recipe if settings is None else settings
@@ -198,6 +206,20 @@ def fake_quantize_model(
     else:
         choice = QatChoice.of(OP, given, format, config, served_dtype, **wildcards)
     return _by_plan(model, choice, pass_through, (activations, input_amaxes, input_global_scales), adapters)
+
+
+def _stored_scales(path: str | Path, row: Serving) -> tuple[dict[str, float] | None, dict[str, Any] | None]:
+    """Return the input scales that a checkpoint stores, as (layer -> amax, None) or (None, layer -> divisor)."""
+    recipe, scales = row.activations, getattr(FUNCTIONS["parity.open"](path)[1], "input_scales", {})
+    if recipe is None or not scales:
+        raise ValueError(f"{OP}: inputs={str(path)!r:.60} stores no input scales; give a Collector or a dict")
+    if all(one.divides for one in scales.values()):
+        return None, {layer: one.value for layer, one in scales.items()}
+    amaxes = {layer: static_amax(one.value, recipe, np.dtype(np.float32), one.divides) for layer, one in scales.items()}
+    wrong = next((layer for layer, amax in amaxes.items() if amax == UNKNOWN), None)
+    if wrong is not None:
+        raise ValueError(f"{OP}: no amax gives the stored input scale of {wrong}; give a Collector or a dict")
+    return {layer: float(amax) for layer, amax in amaxes.items()}, None
 
 
 def _by_settings(model: torch.nn.Module, settings: FakeQuantSettings) -> list[str]:

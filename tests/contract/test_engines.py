@@ -120,6 +120,11 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main(["contract", str(tmp_path / "c.json"), "--json"]) == 0
     shown = json.loads(capsys.readouterr().out)
     assert shown["contract"]["served_dtype"] == "bfloat16" and shown["serving"] is None
+    assert main(["contract", str(tmp_path / "c.json"), "--engine", "vLLM", "--scheme", "nvfp4-w4a4"]) == 0
+    printed = capsys.readouterr().out
+    assert "activations: nvfp4-vllm-static-divisor" in printed and "served_dtype: bfloat16 and none" in printed
+    assert main(["contract", str(tmp_path / "c.json"), *known[1:]]) == 0
+    assert "nothing stated differs" in capsys.readouterr().out
     for wrong in (["contract"], ["contract", "--list", "--engine", "vllm"], [*known[:2], "vLLM", "--scheme", "x"]):
         assert main(wrong) == 2
         assert len(capsys.readouterr().err.splitlines()) == 1

@@ -121,6 +121,33 @@ def test_logits_of_transformers_that_decodes_when_it_loads(tmp_path: Path, schem
     assert_equal_logits(model, loaded)
 
 
+def test_training_goes_on_with_the_input_scales_of_a_checkpoint(tmp_path: Path) -> None:
+    """A new process needs no Collector: it reads the scales that convert stored, as divisors or as multipliers."""
+    model = model_of("Llama", tmp_path / "base")
+    with ft.collect(model) as inputs:
+        model(TOKENS)
+    known = {"engine": "transformers", "scheme": "nvfp4-w4a4"}
+    convert(tmp_path / "base", tmp_path / "served", **known, activations=Activations.of(inputs))
+    assert_equal_logits(
+        trained(model, **known, inputs=inputs),
+        trained(model_of("Llama", tmp_path / "base"), **known, inputs=tmp_path / "served"),
+    )
+    convert(
+        tmp_path / "base",
+        tmp_path / "modelopt",
+        "nvfp4-modelopt",
+        format="modelopt",
+        activations=Activations.of(inputs),
+    )
+    again = {"engine": "SGLang", "scheme": "nvfp4-w4a4"}
+    assert_equal_logits(
+        trained(model_of("Llama", tmp_path / "base"), **again, inputs=inputs),
+        trained(model_of("Llama", tmp_path / "base"), **again, inputs=tmp_path / "modelopt"),
+    )
+    with pytest.raises(ValueError, match="stores no input scales; give a Collector or a dict"):
+        ft.fake_quantize_model(model_of("Llama", tmp_path / "base"), **known, inputs=tmp_path / "base")
+
+
 def test_another_scheme_gives_other_logits(tmp_path: Path) -> None:
     """Without the activations of the engine, logits differ: the comparison above can fail."""
     model = trained(model_of("Llama", tmp_path / "base"), engine="transformers", scheme="mxfp4-w4a16")
