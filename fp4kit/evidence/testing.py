@@ -1,4 +1,7 @@
-"""Provide helpers for tests and benchmarks: engines to compare, bitwise comparison, and inputs that expose mistakes."""
+"""Provide helpers for tests and benchmarks: engines to compare, bitwise comparison, and inputs that expose mistakes.
+
+PYTEST_DONT_REWRITE: the texts of assertions are the same without pytest.
+"""
 
 from __future__ import annotations
 
