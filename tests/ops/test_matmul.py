@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from fractions import Fraction
 from itertools import pairwise
@@ -14,11 +15,12 @@ import ml_dtypes
 import numpy as np
 import pytest
 from exhaustive import exhaustive
-from products import drawn, drawn_c, drawn_options
+from products import drawn, drawn_c, drawn_options, of_cards
 from tensors import to_torch
 from together import together
 
 import fp4kit
+from fp4kit.formats import bit_patterns
 from fp4kit.ops import matmul as module
 from fp4kit.units import DotAdd, FloorDotAdd, Unit
 
@@ -328,3 +330,20 @@ def test_errors_of_budget(
     monkeypatch.setattr(module, "quantize", None)
     with pytest.raises(kind, match="^error_budget: .*" + re.escape(text.removeprefix("error_budget: "))):
         call()
+
+
+@pytest.mark.parametrize("case", list(of_cards()), ids=lambda case: case.name)
+def test_sums_of_real_cards(case) -> None:
+    """The compiled engine and the specification give the sums that GPUs returned for mma.sync. NaN equals NaN."""
+    for way in (nullcontext(), fp4kit.specification()):
+        with way:
+            found = fp4kit.matmul(case.a, case.b, unit=case.unit, c=case.c, alpha=1.0)
+        assert found.shape == case.d.shape
+        equal = (bit_patterns(found) == bit_patterns(case.d)) | (np.isnan(found) & np.isnan(case.d))
+        assert equal.all(), f"{np.count_nonzero(~equal)} of {equal.size} sums differ"
+
+
+def test_every_unit_that_claims_a_card_has_its_sums() -> None:
+    cards = {case.unit.id for case in of_cards()}
+    claims = {unit.id for unit in fp4kit.units() if re.search(r"on an? [A-Z]", unit.checked) and unit.order is None}
+    assert cards == claims

@@ -69,6 +69,25 @@ def recorded(file: str) -> Iterator[Recorded]:
         yield Recorded(name, *operands, unit, case.get("c"), case["d"])
 
 
+_CARDS = {"V100": "sm70", "A100": "sm80", "A2": "sm80", "L40S": "sm89", "Ada": "sm89"}
+_CARDS |= {"H100": "sm90", "H200": "sm90", "B200": "sm100"}
+_TYPES = {"fp16": np.float16, "bf16": ml_dtypes.bfloat16}
+_TYPES |= {"E4M3": ml_dtypes.float8_e4m3fn, "E5M2": ml_dtypes.float8_e5m2}
+
+
+def of_cards() -> Iterator[Recorded]:
+    """Yield the sums that real GPUs returned. Published ones are a stack of products of one row and one column each."""
+    with np.load(DATA / "silicon.npz") as arrays:
+        found = dict(arrays)
+    for name in sorted({key.rpartition("/")[0] for key in found}):
+        card, kind = name.split("/")
+        a, b = (found[f"{name}/{x}"].view(_TYPES[kind]) for x in "ab")
+        c, d = (found[f"{name}/{x}"].view(np.float32) for x in "cd")
+        if c.ndim == 1:
+            a, b, c, d = a[:, None], b[:, None], c[:, None, None], d[:, None, None]
+        yield Recorded(name, a, b, fp4kit.unit(_CARDS[card.partition(" ")[0]]), c, d)
+
+
 def _kinds(case: str) -> tuple[list[str], Unit]:
     """Return the kinds of both operands, and the Unit, which the name of a recorded matrix product begins with.
 
