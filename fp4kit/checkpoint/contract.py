@@ -291,6 +291,7 @@ class LazyTensors(Mapping[str, Any]):
     others: the other tensors of the checkpoint, such as norms, biases and input scales. Their names have no ending
         ".weight". Empty if there are none.
     unquantized: engine -> layer -> whether the engine leaves it unquantized, as it reads the config of the checkpoint.
+    activations: layer -> recipe of its inputs, None if they stay unquantized; without layers of which this is unknown.
     """
 
     def __init__(
@@ -299,9 +300,10 @@ class LazyTensors(Mapping[str, Any]):
         input_scales: Mapping[str, InputScale] | None = None,
         others: Mapping[str, Any] | None = None,
         unquantized: Mapping[str, Mapping[str, bool]] | None = None,
+        activations: Mapping[str, Recipe | None] | None = None,
     ) -> None:
         self._readers, self.input_scales, self.others = readers, input_scales or {}, others or {}
-        self.unquantized = unquantized or {}
+        self.unquantized, self.activations = unquantized or {}, activations or {}
 
     def __getitem__(self, name: str) -> Any:
         return self._readers[name]()

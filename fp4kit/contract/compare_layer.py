@@ -29,9 +29,9 @@ from fp4kit.quantized.container import Quantized
 from fp4kit.recipes import Recipe
 from fp4kit.units import ENGINE_ORDERS
 
-Kind: TypeAlias = Literal["weight", "input", "kv cache", "other tensor", "tensor"]
+Kind: TypeAlias = Literal["weight", "input", "input scale", "kv cache", "other tensor", "tensor"]
 # kind of a LayerParity -> noun in texts; others are layers
-_NOUNS = {"input": "input", "kv cache": "KV cache", "other tensor": "other tensor"}
+_NOUNS = {"input": "input", "input scale": "input scale", "kv cache": "KV cache", "other tensor": "other tensor"}
 COLUMNS = ("layer", "codes", "block scales", "values", "products", "first step that differs")
 
 
@@ -44,8 +44,9 @@ class LayerParity:
 
     Attributes:
         name: the layer.
-        kind: "weight", "input" (activations), "kv cache", "other tensor" (a norm, a bias or another tensor of a
-            checkpoint that is no layer) or "tensor" (values that no contract describes).
+        kind: "weight", "input" (activations), "input scale" (how a layer's inputs are quantized), "kv cache", "other
+            tensor" (a norm, a bias or another tensor of a checkpoint that is no layer) or "tensor" (values that no
+            contract describes).
         elements: the number of elements that were compared.
         total: the number of elements of the layer.
         codes: element codes.
@@ -120,13 +121,16 @@ class Parity:
 
     Attributes:
         layers: one LayerParity per compared layer, followed by one per compared other tensor, such as a norm, one per
-            compared input, one per compared array of a KV cache, and those of compared layouts of KV pages.
+            compared input scale, one per compared input, one per compared array of a KV cache, and those of compared
+            layouts of KV pages.
         contracts: how the contracts differ; None if a side has none.
         missing: the layers that only one side has, with the name of the side that lacks them.
         notes: what was not compared, and why.
         sampled: what was compared, in words.
         exclusions: the layers that an engine would leave unquantized on one side only, because the exclusion lists in
             the configs mean different layers to this engine, in words per engine.
+        uncompared: what one side states or stores about inputs and the other side does not, such as "activations and
+            input scales"; "" if there is nothing of this kind. `equal` says nothing about it.
     """
 
     layers: tuple[LayerParity, ...]
@@ -135,6 +139,7 @@ class Parity:
     notes: tuple[str, ...] = ()
     sampled: str = ""
     exclusions: tuple[str, ...] = ()
+    uncompared: str = ""
 
     @property
     def equal(self) -> bool:
@@ -208,6 +213,8 @@ class Parity:
             parts.append(f"{counted(len(self.missing), 'layer')} {verb} on one side only")
         if self.exclusions:
             parts.append("engines would not leave the same layers unquantized")
+        if self.uncompared:
+            parts.append(f"{self.uncompared} were not compared")
         return "; ".join(filter(None, (*parts, self.sampled)))
 
     @property

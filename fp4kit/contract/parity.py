@@ -26,6 +26,7 @@ from fp4kit.contract.sides import (
     NO_CONTRACT,
     OP,
     Arithmetic,
+    InputScale,
     Matrix,
     RowReader,
     Rows,
@@ -49,6 +50,8 @@ _PRODUCT_ROWS = 128  # largest number of rows of a weight that are multiplied
 _DRAWN = (128, 512)  # the shape of random weights
 _FIRST_ELEMENTS = 1 << 14  # elements of the first layer if there is a time limit
 _HEAD_DIM = 128  # columns of random keys and values
+_CALIBRATE = "calibrate once, and use the same input scales on both sides (inputs)"
+_INPUT_SCALES = ("input_global_scale", "input_scale")  # names in checkpoints
 
 
 @ieee(OP)
@@ -110,7 +113,8 @@ def parity(
     Returns:
         A Parity. `equal` is True if both sides have all layers and all compared bits are equal, and if the exclusion
         lists of checkpoints mean the same layers to each engine, however they are spelled. Settings in which only the
-        contracts differ do not count; `contracts` lists them.
+        contracts differ do not count; `contracts` lists them. If only one side states or stores how inputs are
+        quantized, `uncompared` and the verdict say so.
 
     Raises:
         TypeError: a side is of the wrong kind, a tensor is not an array, `elements` or `layers` is not an int, or
@@ -130,8 +134,8 @@ def parity(
         All comparisons are of bits, except that NaN equals NaN. fp4kit.matmul computes the products, for up to 128 rows
         of a weight. If activations or a layer's weights are unquantized, the unit multiplies bfloat16. The tensor amax
         of inputs is computed from the given or random inputs. If input_scales of a side is "static", the amax follows
-        from the input scale that the side's checkpoint stores for the layer instead. If one side has no checkpoint, the
-        input scales of the other side apply to both.
+        from the input scale that the side stores for the layer instead. If one side has none, the input scales of the
+        other side apply to both. If both sides have them, they are compared per layer too.
 
         Let n of N elements be compared. If d elements differ at random places, the chance that none of them is compared
         is (1 - n/N)(1 - n/(N-1))...(1 - n/(N-d+1)), which is at most (1 - n/N)^d. If m of the M rows of a layer are
@@ -174,13 +178,15 @@ def parity(
 class _Check:
     """One parity check of two sides, which ``run`` executes.
 
-    If a side stores no tensors and has no input scales, it uses the input scales of the other side. If ``source`` is
+    A side without input scales uses those of the other side. If ``source`` is
     None and both sides are contracts, random weights are used.
 
     source: the unquantized weights by layer, or None.
     inputs: the inputs of layers, or None for random inputs.
     elements: how many elements per layer are compared.
     others: the tensors of the unquantized model that are no layers, such as norms and biases; empty if unknown.
+    left: layer -> the side whose contract does not know `excluded`, for layers that the other side leaves unquantized;
+        None if the other side does not say which layers are excluded.
     """
 
     def __init__(
@@ -194,16 +200,18 @@ class _Check:
         self.labels = sides[0].label, sides[1].label
         self.others: Mapping[str, Any] = getattr(source, "others", {})
         self.notes: dict[str, None] = {}
+        self.uncompared: dict[str, None] = {}
+        self.left: dict[str, int] | None = {}
         self.amaxes: dict[Any, Any] = {}
         self.seen: dict[str, faults.Seen] = {}
         stacks = side_rows.stacks_in(source, True).union(*(side_rows.stacks_in(side.stored, False) for side in sides))
         self.source = None if source is None else side_rows.unstacked(source, stacks)
-        for side, other in (sides, sides[::-1]):
+        self.own_scales = [side.input_scales for side in sides]
+        for side, scales in zip(sides, self.own_scales[::-1], strict=True):
             side.check()
+            side.input_scales = side.input_scales or scales
             if side.stored is not None:
                 side.stored = side_rows.unstacked(side.stored, stacks)
-            elif not side.input_scales:
-                side.input_scales = other.input_scales
         if source is None and all(side.stored is None and side.function is None for side in sides):
             contracts = [side.contract for side in sides]
             patterns = _patterns(contracts)
@@ -223,6 +231,32 @@ class _Check:
         chosen = names if most is None or most >= len(names) else [names[i * len(names) // most] for i in range(most)]
         half = None if end is None or seconds is None else end - seconds / 2
         others = list(self._of_others(half))  # first, because they are few bytes, and a limit must not leave them out
+        found = self._of_layers(chosen, end, seconds)
+        every = self.left and len(self.left) == len(found)
+        if every and not any(side.leaves(name) is False for side in self.sides for name in names):
+            self.left = None  # a side that quantizes no layer at all does not say which are excluded
+            found = self._of_layers(chosen, end, seconds)
+        for i, side in enumerate(self.sides):
+            if left := [name for name, at in (self.left or {}).items() if at == i]:
+                other, count = self.labels[1 - i], counted(len(left), "layer")
+                text = f"whether {side.label} also leaves {count} unquantized, as {other} does: {listed(left)}"
+                self.notes[f"{text}; its contract does not know `excluded`"] = None
+        if end is not None and (text := compare_layer.chance_of_a_miss(found)):
+            self.notes[text] = None
+        found = list(faults.by_other_layers(found, self.seen, self.labels))
+        layers = f"{len(found):,} of " * (len(found) < len(names)) + counted(len(names), "layer")
+        elements, total = sum(one.elements for one in found), sum(one.total for one in found)
+        sampled = f"compared {elements:,} of {total:,} elements in {layers}"
+        scales = list(self._of_input_scales([layer.name for layer in found if layer.kind == "weight"]))
+        found += [*others, *scales, *self._of_inputs(), *self._of_kv(kv)]
+        a, b = (side.contract for side in self.sides)
+        diff = None if a is NO_CONTRACT or b is NO_CONTRACT else a.diff(b)
+        exclusions = tuple(self._exclusions(names))
+        uncompared = " and ".join(sorted(self.uncompared))
+        return Parity(tuple(found), diff, tuple(missing), tuple(self.notes), sampled, exclusions, uncompared)
+
+    def _of_layers(self, chosen: Sequence[str], end: float | None, seconds: float | None) -> list[LayerParity]:
+        """Compare the chosen layers, as far as the time allows."""
         found: list[LayerParity] = []
         most_elements = self.elements
         self.elements = most_elements if end is None else min(most_elements, _FIRST_ELEMENTS)
@@ -236,16 +270,7 @@ class _Check:
                 share, took = (end - start) / (len(chosen) - i), time.monotonic() - start
                 doubled = self.elements * 2 if took < share / 3 else self.elements
                 self.elements = min(most_elements, self.elements // 2 + 1 if took > share else doubled)
-        if end is not None and (text := compare_layer.chance_of_a_miss(found)):
-            self.notes[text] = None
-        found = list(faults.by_other_layers(found, self.seen, self.labels))
-        layers = f"{len(found):,} of " * (len(found) < len(names)) + counted(len(names), "layer")
-        elements, total = sum(one.elements for one in found), sum(one.total for one in found)
-        sampled = f"compared {elements:,} of {total:,} elements in {layers}"
-        found += [*others, *self._of_inputs(), *self._of_kv(kv)]
-        a, b = (side.contract for side in self.sides)
-        diff = None if a is NO_CONTRACT or b is NO_CONTRACT else a.diff(b)
-        return Parity(tuple(found), diff, tuple(missing), tuple(self.notes), sampled, tuple(self._exclusions(names)))
+        return found
 
     def _exclusions(self, names: Collection[str]) -> Iterator[str]:
         """Yield a text per engine and side for the layers that the engine leaves unquantized on this side alone."""
@@ -319,6 +344,10 @@ class _Check:
         if 0 in shape:
             raise ValueError(f"{OP}: {name} has the shape {shape}; needs at least one element")
         recipes = [side.recipe_of(name, whole) for side, whole in zip(self.sides, wholes, strict=True)]
+        for i, side in enumerate(self.sides):
+            follows = self.left is not None and wholes[i] is None and "excluded" in side.contract.unknown
+            if follows and recipes[i] is not None and self._leaves(1 - i, name, wholes[1 - i], recipes[1 - i], x):
+                recipes[i], self.left = None, {**(self.left or {}), name: i}
         rows = self._rows(shape, [r for r in recipes if r is not None])
         part = None if x is None else np.ascontiguousarray(x[rows])
         by_side: dict[int, Rows] = {}
@@ -333,10 +362,18 @@ class _Check:
         are_tensors = all(side.contract is NO_CONTRACT for side in self.sides) and all(plain)
         kind: Kind = "tensor" if are_tensors else "weight"
         found = compare_layer.compare_layer(name, kind, (compared[0], compared[1]), rows, shape[0] * shape[1])
-        if found.step == "value" and plain[0] != plain[1]:
+        if found.step == "value" and plain[0] != plain[1] and name not in (self.left or ()):
             found = self._half_quantized(found, plain, recipes)
         self.seen[name] = faults.seen(compared, recipes, found)
         return self._with_products(found, name, compared, recipes, shape)
+
+    def _leaves(self, i: int, name: str, whole: Whole | None, r: Recipe | None, x: np.ndarray | None) -> bool:
+        """Return whether a side leaves a layer unquantized, by its contract or by its values."""
+        if isinstance(whole, RowReader):
+            return whole.recipe is None and not whole.decoded
+        if isinstance(whole, np.ndarray) and x is not None and r is None:
+            return same(whole, x.astype(whole.dtype))
+        return self.sides[i].leaves(name) is True
 
     def _half_quantized(
         self, found: LayerParity, plain: Sequence[bool], recipes: Sequence[Recipe | None]
@@ -344,8 +381,10 @@ class _Check:
         """Return a copy of ``found`` with the step "quantization" and a text that says which side does not quantize."""
         at = 0 if plain[0] else 1
         other = recipes[1 - at]
-        text = f"{self.labels[at]} does not quantize this layer, and {self.labels[1 - at]} does"
-        way = f"; quantize it by {other.id}, or exclude it on both sides" if other else ""
+        is_input = found.kind in ("input", "input scale")
+        what, it = ("the inputs", "them") if is_input else ("this layer", "it")
+        text = f"{self.labels[at]} does not quantize {what}, and {self.labels[1 - at]} does"
+        way = f"; quantize {it} by {other.id}, or exclude {it} on both sides" if other else ""
         return replace(found, step="quantization", setting=text + way)
 
     def _tensor(self, name: str, wholes: Sequence[Matrix], kind: Kind = "tensor") -> LayerParity:
@@ -354,6 +393,10 @@ class _Check:
         found = compare_layer.compare_layer(name, kind, (a, b), np.zeros(1, np.intp), np.size(a.part))
         if found.equal:
             return found
+        if kind == "other tensor" and name.rpartition(".")[2] in _INPUT_SCALES:
+            at = np.argmax(side_rows.differing_bits(np.ravel(a.part), np.ravel(b.part)))
+            both = " and ".join(f"{one.label} stores {np.ravel(one.part)[at]}" for one in (a, b))
+            return replace(found, setting=f"another calibration (input scales): {both}; {_CALIBRATE}")
         if fault := faults.between(b.part, a.part, a.label):
             return replace(found, setting=f"{b.label}: {fault.text}")
         is_vector = kind == "other tensor" or wholes[0].shape == (np.size(a.part),)
@@ -383,7 +426,8 @@ class _Check:
     ) -> Rows:
         """Return the compared rows of side i, and how that side made them."""
         side, recipe = self.sides[i], recipes[i]
-        served: dict[str, Any] = {"container": side.contract.container, "served_dtype": side.contract.served_dtype}
+        stated = side if "served_dtype" not in side.contract.unknown else self.sides[1 - i]
+        served: dict[str, Any] = {"container": side.contract.container, "served_dtype": stated.contract.served_dtype}
         if whole is None:
             assert x is not None
             if recipe is None:
@@ -530,7 +574,10 @@ class _Check:
             )
             if a is not None and b is not None:
                 yield self._compared_other(name, a, b)
-            else:
+            elif name.rpartition(".")[2] not in _INPUT_SCALES or not all(
+                name.rpartition(".")[0] in own
+                for own in self.own_scales  # _of_input_scales compares these
+            ):
                 lacking.setdefault(self.labels[b is None], []).append(name)
         for label, absent in lacking.items():
             count = counted(len(absent), "tensor")
@@ -555,6 +602,58 @@ class _Check:
         p, q = numbers[differing[0]]
         text = f"element {differing[0]:,} of {x.size:,}: {self.labels[0]} {p} and {self.labels[1]} {q}"
         return replace(found, step="value", count=count, examined=count, element=text)
+
+    def _of_input_scales(self, names: Sequence[str]) -> Iterator[LayerParity]:
+        """Compare how both sides quantize the inputs of each layer: whether they do, and with which input scale."""
+        in_others = [{*side.others} for side in self.sides]
+        stated = [side.contract.activations for side in self.sides if "activations" not in side.contract.unknown]
+        for name in names:
+            if any(side.leaves(name) for side in self.sides):
+                continue
+            known, recipes = zip(*(side.activation_of(name) for side in self.sides), strict=True)
+            scales = [own.get(name) for own in self.own_scales]
+            plain = [is_known and r is None for is_known, r in zip(known, recipes, strict=True)]
+            if known[0] != known[1] and (any(recipes) or any(scales)):
+                self.uncompared["activations"] = None
+            if all(known) and any(plain):
+                if not all(plain) and not (len(stated) == 2 and (stated[0] is None) != (stated[1] is None)):
+                    yield self._half_quantized(LayerParity(name, "input scale", 1, 1, values=(1, 1)), plain, recipes)
+                continue  # otherwise the inputs that are compared show it
+            if not any(scales):
+                if [side.contract.input_scales for side in self.sides].count("static") == 1:
+                    self.uncompared["input scales"] = None
+                continue
+            ways = [self._way(i, name, scale, recipes[i]) for i, scale in enumerate(scales)]
+            if None in ways:
+                self.uncompared |= {} if all(known) else {"activations": None}
+                self.uncompared["input scales"] = None
+            elif not all(any(f"{name}.{leaf}" in one for leaf in _INPUT_SCALES) for one in in_others):
+                yield self._input_scale(name, scales, recipes, ways)  # others are compared as other tensors
+
+    def _input_scale(
+        self, name: str, scales: Sequence[Any], recipes: Sequence[Recipe | None], ways: Sequence[str | None]
+    ) -> LayerParity:
+        """Compare the input scale of a layer, which ``ways`` describes for each side."""
+        a, b = scales
+        storing = [r for r, one in zip(recipes, scales, strict=True) if r and one and not one.is_amax]
+        judge = next((r for r in (*storing, *recipes) if r), None)
+        is_equal = a is not None and b is not None and a.equals(b, judge)
+        found = LayerParity(name, "input scale", 1, 1, values=(int(not is_equal), 1))
+        if is_equal:
+            return found
+        text = f"input scale of {name}: " + " and ".join(map(" ".join, zip(self.labels, map(str, ways), strict=True)))
+        if recipes[0] and recipes[1] and recipes[0] != recipes[1]:
+            both = f"{recipes[0].id} in {self.labels[0]} and {recipes[1].id} in {self.labels[1]}"
+            text = f"activations: recipe {both}; use one recipe on both sides; {text}"
+        return replace(found, step="tensor scale", count=1, examined=1, setting=f"{text}; {_CALIBRATE}")
+
+    def _way(self, i: int, name: str, scale: InputScale | None, r: Recipe | None) -> str | None:
+        """Return in words where a side takes a layer's input scale from; None if this is unknown."""
+        if scale is not None:
+            return scale.text(r)
+        side = self.sides[i]
+        is_dynamic = side.contract.input_scales == "dynamic" or (name in side.activations and r is not None)
+        return "computes it in each call" if is_dynamic else None
 
     def _of_inputs(self) -> Iterator[LayerParity]:
         """Quantize inputs on both sides, and yield one comparison per input."""
@@ -604,14 +703,16 @@ class _Check:
     def _input_recipe(self, side: Side, setting: str, name: str) -> Recipe | None:
         """Return the recipe by which a side quantizes an input, keys or values; None if it leaves them unquantized."""
         one = side.contract
-        of_layer = setting == "activations" and bool(self.inputs) and "weights" not in one.unknown
-        found: Recipe | None = None if of_layer and one.recipe_of(name) is None else getattr(one, setting)
+        left = [each.leaves(name) for each in (side, *self.sides)]
+        is_left = next((each for each in left if each is not None), False)
+        is_plain = setting == "activations" and bool(self.inputs) and (is_left or name in (self.left or ()))
+        found: Recipe | None = None if is_plain else getattr(one, setting)
         return found
 
 
 def _unquantized(side: Side, engine: str, names: Collection[str]) -> Mapping[str, bool]:
     """Return layer -> whether an engine leaves it unquantized on a side, for the layers for which this is known."""
-    if side.unquantized or side.stored is not None or "weights" in side.contract.unknown:
+    if side.unquantized or side.stored is not None or {"weights", "excluded"} & {*side.contract.unknown}:
         return {name: left for name, left in side.unquantized.get(engine, {}).items() if name in names}
     return {name: side.contract.recipe_of(name) is None for name in names}
 

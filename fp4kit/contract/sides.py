@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from math import lcm
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
 
+import ml_dtypes
 import numpy as np
 
 from fp4kit.arrays.imports import import_arrays, to_host
@@ -63,14 +65,54 @@ NO_CONTRACT = Contract(unknown=SETTINGS)  # of a side for which none is given
 # signs of Transformer Engine's transforms -> their sign masks
 _MASKS = {None: 0, "".join("-" if TE_SIGN_MASK >> i & 1 else "+" for i in range(HADAMARD_BLOCK)): TE_SIGN_MASK}
 _WEIGHT = ".weight"
+_BFLOAT16 = np.dtype(ml_dtypes.bfloat16)  # of inputs
 _DIVIDES = "compressed-tensors"  # containers that store the tensor scale as a divisor
 
 
 class InputScale(NamedTuple):
-    """The static input scale of a layer as a checkpoint stores it; ``divides`` says whether it divides on decode."""
+    """The static input scale of a layer as a checkpoint stores it, or the amax that a trainer has in its place.
+
+    divides: whether the scale divides on decode.
+    """
 
     value: np.float32
     divides: bool
+    is_amax: bool = False
+
+    def operands(self, recipe: Recipe, dtype: np.dtype) -> tuple[Recipe, np.ndarray]:
+        """Return the recipe and the tensor amax with which quantize uses this scale."""
+        if self.is_amax:
+            return recipe, np.asarray(self.value)
+        found = static_amax(self.value, recipe, dtype, self.divides)
+        if found != UNKNOWN:
+            return recipe, np.asarray(found)
+        if self.divides and takes_divisor(recipe):
+            return by_divisor(recipe), np.asarray(self.value)
+        with np.errstate(over="ignore"):
+            likely = covered_range(recipe) / self.value if self.divides else covered_range(recipe) * self.value
+        return recipe, np.asarray(np.minimum(likely, FLT_MAX))
+
+    def text(self, recipe: Recipe | None) -> str:
+        """Return the number in words, such as "stores 768, which divides (amax 3.5)"."""
+        if self.is_amax:
+            return f"uses the amax {self.value}"
+        with np.errstate(all="ignore"):
+            full = None if recipe is None or recipe.tensor_scaling != "tensor" else np.float32(covered_range(recipe))
+            amax = None if full is None else full / self.value if self.divides else full * self.value
+        name = "input_global_scale" if self.divides else "input_scale"
+        return f"stores the {name} {self.value}" + ("" if amax is None else f" (amax {amax:.6g})")
+
+    def equals(self, other: InputScale, recipe: Recipe | None) -> bool:
+        """Return whether two scales are the same calibration: by ``recipe``, both give one tensor scale."""
+        if (self.divides, self.is_amax) == (other.divides, other.is_amax):
+            return same(np.asarray(self.value), np.asarray(other.value))
+        if recipe is not None and recipe.tensor_scaling == "tensor" and not recipe.fake_only:
+            x = np.ones((recipe.block_rows, recipe.length_multiple), _BFLOAT16)
+            a, b = (made(x, *one.operands(recipe, x.dtype)) for one in (self, other))
+            return isinstance(a, Quantized) and isinstance(b, Quantized) and same(a.tensor_scale, b.tensor_scale)
+        with np.errstate(all="ignore"):
+            inverse = np.float32(1) / other.value
+            return not (self.is_amax or other.is_amax) and bool(abs(self.value - inverse) <= 2 * np.spacing(inverse))
 
 
 class Side:
@@ -84,6 +126,7 @@ class Side:
     others: the tensors of a checkpoint that are no layers, such as norms and biases, taken from `stored`.
     unquantized: engine -> layer -> whether the engine leaves it unquantized, as it reads the config of `stored`; empty
         if `stored` is no checkpoint with an exclusion list.
+    activations: layer -> recipe of its inputs, as ``stored`` quantizes them; without layers of which this is unknown.
     """
 
     def __init__(
@@ -97,6 +140,7 @@ class Side:
         self.input_scales: Mapping[str, InputScale] = getattr(stored, "input_scales", {})
         self.others: Mapping[str, Any] = getattr(stored, "others", {})
         self.unquantized: Mapping[str, Mapping[str, bool]] = getattr(stored, "unquantized", {})
+        self.activations: Mapping[str, Recipe | None] = getattr(stored, "activations", {})
 
     def recipe_of(self, layer: str, matrix: Whole | None) -> Recipe | None:
         """Return the recipe of a layer's weight, or None if the layer is unquantized or its recipe is unknown."""
@@ -140,14 +184,22 @@ class Side:
         is_static = self.contract.input_scales == "static" and recipe.tensor_scaling == "tensor"
         if not is_static or scale is None or not 0 < scale.value < np.inf:
             return recipe, None
-        found = static_amax(scale.value, recipe, dtype, scale.divides)
-        if found != UNKNOWN:
-            return recipe, np.asarray(found)
-        if scale.divides and takes_divisor(recipe):
-            return by_divisor(recipe), np.asarray(scale.value)
-        with np.errstate(over="ignore"):
-            likely = covered_range(recipe) / scale.value if scale.divides else covered_range(recipe) * scale.value
-        return recipe, np.asarray(np.minimum(likely, FLT_MAX))
+        return scale.operands(recipe, dtype)
+
+    def activation_of(self, layer: str) -> tuple[bool, Recipe | None]:
+        """Return whether it is known how a quantized layer's inputs are quantized, and their recipe, or None."""
+        if layer in self.activations:
+            return True, self.activations[layer]
+        return "activations" not in self.contract.unknown, self.contract.activations
+
+    def leaves(self, layer: str) -> bool | None:
+        """Return whether the side leaves a layer unquantized; None if this is unknown."""
+        one = self.contract
+        if "excluded" not in one.unknown:
+            if any(fnmatchcase(layer, pattern) for pattern in one.excluded):
+                return True
+            return "weights" not in one.unknown and one.recipe_of(layer) is None
+        return None
 
     def check(self) -> None:
         """Raise ValueError if the side has only a contract, and this contract does not determine codes alone."""

@@ -227,10 +227,11 @@ class InputHook:
         recipe: the recipe as the string that recipes.to_string.to_spec returns.
         amax: the calibrated amax of the inputs, from which the tensor scale follows, or the stored divisor for a recipe
             of by_divisor; None to compute the amax in each call.
+        given: the recipe that the caller gave, as such a string, if `recipe` is a copy of by_divisor.
     """
 
-    def __init__(self, recipe: str, amax: float | None) -> None:
-        self.recipe, self.amax = recipe, amax
+    def __init__(self, recipe: str, amax: float | None, given: str | None = None) -> None:
+        self.recipe, self.amax, self.given = recipe, amax, given
 
     def __call__(self, module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
         """Return (args, kwargs) of the layer's forward, in which fake-quantized inputs replace the inputs."""
@@ -290,7 +291,7 @@ def _hooks_by_divisors(
     hooks = []
     for one, layer in zip(weights, layers, strict=True):
         r, divisor = by_input_global_scale(op, recipe, divisors[layer], None, f"input_global_scales[{layer!r}]")
-        hooks.append((one, InputHook(to_spec(r), float(divisor))))
+        hooks.append((one, InputHook(to_spec(r), float(divisor), to_spec(recipe))))
     return hooks
 
 

@@ -7,7 +7,7 @@ A kernel or backend is the part of an engine that chooses the layout. A part is 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
@@ -22,13 +22,16 @@ from fp4kit.checkpoint.contract import LazyTensors
 from fp4kit.checkpoint.loaders.exclusions import SGLANG_FUSED, VLLM_FUSED
 from fp4kit.checkpoint.model.transforms import canonical
 from fp4kit.checkpoint.selection.names import FUSIONS, join_module, split_module
+from fp4kit.contract.engines import Serving, serving, servings
 from fp4kit.contract.schema import SETTINGS, Contract
 from fp4kit.contract.sides import InputScale, RowReader, StepName, same
 from fp4kit.quantized.container import Quantized
 from fp4kit.recipes import RECIPES, Recipe, recipe_of
 from fp4kit.recipes.schema import as_stored
+from fp4kit.recipes.table import from_spec
 from fp4kit.reference.tensor_rules import divisor_amaxes
-from fp4kit.torch.parameters import renaming_of
+from fp4kit.torch.inputs import InputHook
+from fp4kit.torch.parameters import FakeQuantized, ServedWeight, parts_of, renaming_of
 from fp4kit.types import RecipeId
 
 OP = "of_module"
@@ -96,6 +99,14 @@ _BESIDE = (
     *("weight_scale_inv_swizzled", "weight_zero_point", "input_scale", "input_scale_inv", "input_global_scale"),
     *("input_global_scale_inv", "alpha"),
 )
+# (bits, strategy, group_size, dynamic) of input_activations in compressed-tensors -> scheme of transformers in servings
+_INPUT_SCHEMES = {
+    (4, "tensor_group", 16, "local"): "nvfp4-w4a4",
+    (4, "group", 32, True): "mxfp4-w4a4",
+    (8, "group", 32, True): "mxfp8-w8a8",
+    (8, "group", 128, True): "fp8-block",
+    (8, "token", None, True): "fp8-channel",
+}
 _STALE = "the engine computes with a stale alpha; process the weights again"
 Tensor: TypeAlias = torch.Tensor
 
@@ -127,9 +138,10 @@ def of_module(model: torch.nn.Module, *, recipe: RecipeId | Recipe | None = None
             them by the recipe of the other side.
 
     Returns:
-        (contract, tensors): a Contract with the names of unquantized layers if others are quantized, and static input
-        scales if all quantized layers have them; its other settings are unknown. The tensors are a mapping from layer
-        name to RowReader.
+        (contract, tensors): a Contract with the names of unquantized layers if others are quantized; the recipe of
+        activations if fake_quantize_model or transformers quantizes the inputs of all quantized layers alike;
+        input_scales; and served_dtype for transformers. Its other settings are unknown. The tensors are a mapping from
+        layer name to RowReader, and also hold the input scale of each layer.
 
     Raises:
         TypeError: model is not a module.
@@ -156,30 +168,100 @@ def of_module(model: torch.nn.Module, *, recipe: RecipeId | Recipe | None = None
     renamed, seen = renaming_of(model), set[int]()
     readers: dict[str, RowReader] = {}
     scales: dict[str, Callable[[], InputScale]] = {}
+    activations: dict[str, Recipe | None] = {}
     others: dict[str, Tensor] = {}
+    formats: set[str] = set()
     for name, module in model.named_modules():
         held = _Held(name, module, seen)
         if isinstance(module, parametrize.ParametrizationList) or not held.tensors:
             continue
-        found = list(_matrices(held))
+        found, inputs = list(_matrices(held)), _inputs(held)
         for matrix in found:
             saved = renamed(f"{name}.weight", matrix.codes) if matrix.layer == name else (matrix.layer,)
             named = replace(matrix, layer=saved[0].removesuffix(".weight") if len(saved) == 1 else matrix.layer)
             for piece in _pieces(named, fused):
                 readers[key := canonical(piece.layer)] = piece.reader(own)
-                if piece.input_scale is not None:
-                    scales[key] = piece.input_scale
+                if piece.recipe is None and not piece.decoded:
+                    continue
+                if (scaled := piece.input_scale or inputs.scale) is not None:
+                    scales[key] = scaled
+                if inputs.known:
+                    activations[key] = inputs.recipe
+                formats.add(_format(held))
         others |= _others(held, {leaf for matrix in found for leaf in matrix.used}, fused)
     quantized = {name for name, one in readers.items() if one.recipe is not None or one.decoded}
-    static = bool(scales) and scales.keys() == quantized
-    known = {"excluded": bool(quantized), "input_scales": static}
-    contract = Contract(
-        excluded=tuple(name for name in readers if quantized and name not in quantized),
-        input_scales="static" if static else None,
-        unknown=tuple(one for one in SETTINGS if not known.get(one)),
-    )
+    contract = _contract([*readers], quantized, activations, scales.keys(), formats)
     tensors = {name: partial(readers.__getitem__, name) for name in readers}
-    return contract, LazyTensors(tensors, LazyTensors(scales), others)
+    return contract, LazyTensors(tensors, LazyTensors(scales), others, None, activations)
+
+
+def _contract(
+    layers: Sequence[str],
+    quantized: set[str],
+    activations: Mapping[str, Recipe | None],
+    scaled: Collection[str],
+    formats: set[str],
+) -> Contract:
+    """Return what a model states. Settings of inputs are known only if they hold for all quantized layers."""
+    contract = Contract(unknown=SETTINGS)
+    if quantized:
+        contract = contract.stating(excluded=tuple(name for name in layers if name not in quantized))
+    of_inputs = {*activations.values()}
+    if activations.keys() == quantized and len(of_inputs) == 1:
+        (one,) = of_inputs
+        contract = contract.stating(activations=one)
+        if not scaled:
+            is_scaled = one is not None and one.tensor_scaling == "tensor"
+            contract = contract.stating(input_scales="dynamic" if is_scaled else None)
+    if scaled and scaled == quantized:
+        contract = contract.stating(input_scales="static")
+    dtypes = {row.served_dtype for row in servings() if _is_loaded(row) and row.container in formats}
+    if len(formats) == len(dtypes) == 1:
+        contract = contract.stating(served_dtype=dtypes.pop())
+    return contract
+
+
+class _Inputs(NamedTuple):
+    """How a module quantizes its inputs: whether this is known, by which recipe, and its input scale if it has one."""
+
+    known: bool = False
+    recipe: Recipe | None = None
+    scale: Callable[[], InputScale] | None = None
+
+
+def _inputs(held: _Held) -> _Inputs:
+    """Return how a layer of fake_quantize_model, or of compressed-tensors in transformers, quantizes its inputs."""
+    hooks = list(held.module._forward_pre_hooks.values())
+    hook = next((one for one in hooks if isinstance(one, InputHook)), None)
+    if hook is not None:
+        r, number = from_spec(hook.given or hook.recipe), hook.amax
+        if number is None:
+            return _Inputs(True, r)
+        return _Inputs(True, r, lambda: InputScale(np.float32(number), hook.given is not None, hook.given is None))
+    scheme = held.attribute("quantization_scheme")
+    if scheme is None:
+        is_trained = any(isinstance(one, (ServedWeight, FakeQuantized)) for one in parts_of(held.module, "weight"))
+        return _Inputs(is_trained and isinstance(held.module, torch.nn.Linear) and not hooks)
+    given, divisor = getattr(scheme, "input_activations", None), held.get("input_global_scale")
+    stored = None if divisor is None else lambda: InputScale(_number(divisor), True)
+    if given is None or held.attribute("quantization_enabled") is False:
+        return _Inputs(True, None, stored)
+    facts = (getattr(given, name, None) for name in ("num_bits", "strategy", "group_size", "dynamic"))
+    key = tuple(getattr(one, "value", one) for one in facts)
+    if key not in _INPUT_SCHEMES or getattr(given, "type", "float") != "float":
+        return _Inputs(False, None, stored)
+    return _Inputs(True, serving("transformers", _INPUT_SCHEMES[key]).activations, stored)
+
+
+def _format(held: _Held) -> str:
+    """Return the container of a layer of compressed-tensors in transformers, as servings() names it; "" for others."""
+    form = getattr(held.attribute("quantization_scheme"), "format", None)
+    return f"compressed-tensors {getattr(form, 'value', form)}" if form else ""
+
+
+def _is_loaded(row: Serving) -> bool:
+    """Return whether a row is that of a model of transformers whose modules hold codes when it is loaded."""
+    return row.engine == "transformers" and not row.route
 
 
 class _Held:

@@ -16,6 +16,7 @@ from fp4kit.layouts.kv import KV_LAYOUTS, KVCache, KVParts, PageShape
 from fp4kit.quantized.slicing import of_zeros
 from fp4kit.recipes import RECIPES
 from fp4kit.reference.stochastic import TE_SIGN_MASK
+from fp4kit.testing import assert_same_bits
 
 BASE = Contract(
     "nvfp4-te",
@@ -225,6 +226,29 @@ def test_a_layer_that_one_side_does_not_quantize():
     assert layer.setting.startswith("rollout does not quantize this layer, and train does; quantize it by nvfp4-te")
     layer = one(parity(Contract(), Contract("nvfp4-te"), weights=W))
     assert layer.step == "quantization" and layer.setting.startswith("train does not quantize this layer")
+
+
+def test_layers_that_a_trainer_excludes_are_those_of_an_engine():
+    """A contract of an engine knows no exclusions; a function that quantizes nothing is not taken at its word."""
+    w = W["m.up_proj.weight"].astype(np.float32) / 3
+    engine, weights = fp4kit.serving("vLLM", "nvfp4-w4a4"), {"mlp.up_proj": w, "lm_head": 2 * w}
+
+    def trainer(layer, w):
+        return w if layer == "lm_head" else fp4kit.fake_quantize(w, "nvfp4-compressed-tensors")
+
+    found = parity(trainer, engine, weights=weights)
+    assert found.equal and any(
+        "rollout also leaves 1 layer unquantized, as train does: lm_head" in n for n in found.notes
+    )
+    assert "; activations and input scales were not compared" in found.verdict
+    assert_same_bits(trainer, engine, weights=weights)
+    found = parity(lambda layer, w: w, engine, weights=weights)
+    assert [x.step for x in found.differing] == ["quantization"] * 2
+    narrow = lambda layer, w: trainer(layer, w) if layer != "lm_head" else w.astype(ml_dtypes.bfloat16)  # noqa: E731
+    (layer,) = parity(narrow, engine, weights=weights).differing
+    assert layer.name == "lm_head" and layer.step == "value"
+    (layer,) = parity(trainer, engine.stating(excluded=()), weights=weights).differing
+    assert layer.name == "lm_head" and layer.step == "quantization"
 
 
 def test_functions():
@@ -520,7 +544,7 @@ def test_inputs_of_excluded_layers():
     assert found.equal and [layer.kind for layer in found.layers] == ["weight", "input", "kv cache"] and not found.notes
     found = parity(BASE, excluding, weights=DOWN, inputs=x)
     assert [(layer.kind, layer.step) for layer in found.differing] == [(k, "quantization") for k in ("weight", "input")]
-    assert found.differing[1].setting.startswith("rollout does not quantize this layer, and train does")
+    assert found.differing[1].setting.startswith("rollout does not quantize the inputs, and train does")
 
 
 def test_random_layers_match_every_pattern():

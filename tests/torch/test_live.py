@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import fp4kit
-from fp4kit.checkpoint import convert
+from fp4kit.checkpoint import Activations, convert
 
 torch = pytest.importorskip("torch")
 ft = importlib.import_module("fp4kit.torch")
@@ -624,7 +624,8 @@ def test_models_of_transformers_before_and_after_they_decompress(tmp_path, recip
         found = fp4kit.parity(served, model)
         assert found.equal and len([x for x in found.layers if x.kind == "weight"]) == 9
         assert len([x for x in found.layers if x.kind == "other tensor"]) == 3
-        assert fp4kit.parity(trained, model).equal
+        kinds = [x.kind for x in fp4kit.parity(trained, model).differing]  # this trainer quantizes no inputs
+        assert kinds == (["input"] if recipe.startswith("nvfp4") or recipe == RECIPE["mxfp8"] else [])
         found = fp4kit.parity(served, source)
         assert len(found.differing) == 7 and {x.step for x in found.differing} == {"quantization"}
         with torch.no_grad():
@@ -635,6 +636,139 @@ def test_models_of_transformers_before_and_after_they_decompress(tmp_path, recip
     found = fp4kit.parity(served, model)
     assert [x.name for x in found.differing] == ["model.layers.0.self_attn.q_proj"]
     assert found.differing[0].element.startswith("element [5, 7]") and found.differing[0].values[0] == 1
+
+
+SERVED_BY = {"engine": "transformers", "scheme": "nvfp4-w4a4"}
+
+
+@pytest.fixture(scope="module")
+def w4a4(tmp_path_factory):
+    """Return (unquantized model, trained model, amaxes of inputs, folder of checkpoints, function that loads one)."""
+    transformers = pytest.importorskip("transformers")
+    pytest.importorskip("compressed_tensors")
+    folder = tmp_path_factory.mktemp("w4a4")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 64, "head_dim": 32}
+    config = transformers.Qwen3Config(**sizes, num_attention_heads=2, num_key_value_heads=1)
+    transformers.Qwen3ForCausalLM(config).save_pretrained(folder / "base")
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.bfloat16)
+    with ft.collect(model) as collector, torch.no_grad():
+        model(TOKENS)
+    base, amaxes = copy.deepcopy(model), {name: float(amax) for name, amax in collector.amaxes().items()}
+    ft.fake_quantize_model(model, **SERVED_BY, inputs=amaxes)
+    model.save_pretrained(folder / "trained")
+    for name, factor in (("served", 1), ("other", 1.5)):
+        given = Activations({layer: np.float32(amax * factor) for layer, amax in amaxes.items()}, {})
+        convert(folder / "trained", folder / name, **SERVED_BY, activations=given)
+
+    def load(runs):
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(folder / "served", dtype=torch.bfloat16)
+        with torch.no_grad():
+            _ = loaded(TOKENS) if runs else None  # transformers decompresses in the first call
+        return loaded
+
+    return base, model, amaxes, folder, {"served": folder / "served", "live": load(False), "decompressed": load(True)}
+
+
+ROLLOUTS = ("served", "live", "decompressed")
+TOKENS = torch.arange(24).reshape(1, 24)
+Q_PROJ = "model.layers.0.self_attn.q_proj"
+
+
+@pytest.mark.parametrize("rollout", ROLLOUTS)
+def test_activations_that_are_equal_are_compared(w4a4, rollout):
+    _, model, _, folder, rollouts = w4a4
+    for train in (model, folder / "served"):
+        found = fp4kit.parity(train, rollouts[rollout])
+        assert found.equal and not found.uncompared and not [note for note in found.notes if "input_global" in note]
+        kind = "input scale" if (train, rollout) != (folder / "served", "served") else "other tensor"
+        assert len([x for x in found.layers if x.kind == kind]) >= 14
+    contract = ft.of_module(model)[0]
+    assert contract.activations.id == "nvfp4-compressed-tensors-static" and contract.input_scales == "static"
+    if rollout != "served":
+        live = ft.of_module(rollouts[rollout])[0]
+        assert (live.activations, live.input_scales, live.served_dtype) == (contract.activations, "static", "bfloat16")
+
+
+@pytest.mark.parametrize("rollout", ROLLOUTS)
+def test_other_input_scales_of_a_trainer_are_named(w4a4, rollout):
+    """By the amaxes of another collector, or by other stored divisors, every layer differs and says both numbers."""
+    base, _, amaxes, _, rollouts = w4a4
+    stored = ft.of_module(rollouts["live"])[1].input_scales
+    for change in ({"inputs": {name: 1.5 * amax for name, amax in amaxes.items()}}, None):
+        model = copy.deepcopy(base)
+        if change is None:
+            given = {"activations": "nvfp4-compressed-tensors-static", "served_dtype": "bfloat16"}
+            given["input_global_scales"] = {name: float(stored[name].value) for name in stored} | {Q_PROJ: 1000.0}
+            ft.fake_quantize_model(model, "nvfp4-compressed-tensors", format="compressed-tensors", **given)
+        else:
+            ft.fake_quantize_model(model, **SERVED_BY, **change)
+        found = fp4kit.parity(model, rollouts[rollout])
+        named = {x.name: x for x in found.differing}
+        assert not found.equal and {x.kind for x in found.differing} == {"input scale"}
+        assert len(named) == (1 if change is None else 14)
+        number = "stores the input_global_scale 1000.0" if change is None else f"uses the amax {1.5 * amaxes[Q_PROJ]}"
+        text = named[Q_PROJ].setting
+        assert text.startswith(f"input scale of {Q_PROJ}: train {number}") and "rollout stores the input_global" in text
+        assert f"(amax {amaxes[Q_PROJ]}"[:9] in text and "calibrate once" in text
+
+
+@pytest.mark.parametrize("rollout", ROLLOUTS)
+def test_another_recipe_of_activations_is_named(w4a4, rollout):
+    base, _, _, _, rollouts = w4a4
+    model = copy.deepcopy(base)
+    given = {"format": "compressed-tensors", "served_dtype": "bfloat16"}
+    ft.fake_quantize_model(model, "nvfp4-compressed-tensors", **given, activations="nvfp4-te")
+    found = fp4kit.parity(model, rollouts[rollout])
+    texts = {x.kind: x.setting for x in found.differing}
+    both = "recipe nvfp4-te in train and nvfp4-compressed-tensors-static in rollout"
+    assert texts.keys() == {"input", "input scale"} and texts["input"].startswith(both)
+    assert (
+        texts["input scale"].startswith(f"activations: {both}") and "train computes it in each" in texts["input scale"]
+    )
+    model = copy.deepcopy(base)
+    ft.fake_quantize_model(model, "nvfp4-compressed-tensors", **given)
+    (layer,) = fp4kit.parity(model, rollouts[rollout]).differing
+    assert layer.kind == "input" and layer.setting.startswith("train does not quantize the inputs, and rollout does")
+
+
+@pytest.mark.parametrize("rollout", ROLLOUTS)
+def test_other_input_scales_of_a_checkpoint_are_named(w4a4, rollout):
+    _, _, _, folder, rollouts = w4a4
+    found = fp4kit.parity(folder / "other", rollouts[rollout])
+    kind, text = ("other tensor", "another calibration") if rollout == "served" else ("input scale", "calibrate once")
+    assert len(found.differing) == 14 and {x.kind for x in found.differing} == {kind}
+    assert all(text in x.setting and "stale" not in x.setting for x in found.differing)
+
+
+@pytest.mark.parametrize("rollout", ROLLOUTS)
+def test_the_contract_of_an_engine_needs_no_exclusions_and_no_input_scales(w4a4, rollout):
+    """It leaves the layers unquantized that the other side does; without input scales it uses those of the other."""
+    base, model, _, folder, rollouts = w4a4
+    contract, inputs, hooks = fp4kit.serving(**SERVED_BY), {}, []
+    for name, module in base.named_modules():
+        if isinstance(module, torch.nn.Linear):
+            keep = lambda _, args, name=name: inputs.update({name: args[0][0]})  # noqa: E731
+            hooks.append(module.register_forward_pre_hook(keep))
+    with torch.no_grad():
+        base(TOKENS)
+    for hook in hooks:
+        hook.remove()
+    for train in (contract, (contract, model)):
+        found = fp4kit.parity(train, rollouts[rollout], weights=folder / "trained", inputs=inputs)
+        assert found.equal and len([x for x in found.layers if x.kind == "input"]) == len(inputs) == 15
+        assert ("input scales were not compared" in found.verdict) == (train is contract)
+        assert any(note.startswith("whether train also leaves 2 layers") for note in found.notes) == (train is contract)
+    assert fp4kit.parity(model, contract, weights=folder / "trained").equal
+    assert not fp4kit.parity(base, contract, weights=folder / "trained").equal  # it quantizes nothing
+
+
+def test_what_one_side_does_not_know_of_inputs_is_in_the_verdict(w4a4):
+    _, model, _, _, rollouts = w4a4
+    tensors = {name: x.detach() for name, x in model.state_dict().items() if name.endswith("proj.weight")}
+    found = fp4kit.parity(lambda name, x: fp4kit.fake_quantize(x, RECIPE["nvfp4"]), rollouts["live"], weights=tensors)
+    assert found.uncompared == "activations and input scales"
+    assert "; activations and input scales were not compared; compared" in found.verdict
 
 
 def test_experts_of_transformers(tmp_path):
