@@ -250,7 +250,8 @@ UNITS: Mapping[str, Unit] = {
             fp6_fp4=_BLACKWELL_8,
             mx=_BLACKWELL_8,
             fp4=DotAdd(k=64, fraction_bits=35, output_bits=23, zero_exponent=-139, group=16),
-            checked=f"float16 and bfloat16 on a B200: 5,000 {_PUBLISHED}; FP8, MX and FP4 formats only with MMA-Sim",
+            checked=f"on a B200: 5,000 {_PUBLISHED} of float16 and bfloat16, and 51 published words of tcgen05.mma, of"
+            " all formats; more of FP8, MX and FP4 only with MMA-Sim",
         ),
         Unit(
             "sm90",

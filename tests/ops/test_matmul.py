@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from exhaustive import exhaustive
-from products import drawn, drawn_c, drawn_options, of_cards
+from products import drawn, drawn_c, drawn_options, of_cards, of_tcgen05
 from tensors import to_torch
 from together import together
 
@@ -332,9 +332,12 @@ def test_errors_of_budget(
         call()
 
 
-@pytest.mark.parametrize("case", list(of_cards()), ids=lambda case: case.name)
+@pytest.mark.parametrize("case", [*of_cards(), *of_tcgen05()], ids=lambda case: case.name)
 def test_sums_of_real_cards(case) -> None:
-    """The compiled engine and the specification give the sums that GPUs returned for mma.sync. NaN equals NaN."""
+    """The compiled engine and the specification give the sums that GPUs returned for mma.sync and tcgen05.mma.
+
+    NaN equals NaN.
+    """
     for way in (nullcontext(), fp4kit.specification()):
         with way:
             found = fp4kit.matmul(case.a, case.b, unit=case.unit, c=case.c, alpha=1.0)

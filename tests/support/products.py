@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -86,6 +87,30 @@ def of_cards() -> Iterator[Recorded]:
         if c.ndim == 1:
             a, b, c, d = a[:, None], b[:, None], c[:, None, None], d[:, None, None]
         yield Recorded(name, a, b, fp4kit.unit(_CARDS[card.partition(" ")[0]]), c, d)
+
+
+def of_tcgen05() -> Iterator[Recorded]:
+    """Yield the result words of tcgen05.mma that a B200 returned, each with one row and one column."""
+    sm100 = fp4kit.unit("sm100")
+    for word in json.loads((DATA / "tcgen05_b200.json").read_text()):
+        kind, has_blocks, unit, operands = word["kind"], "scale" in word, sm100, []
+        for x in "ab":
+            element, codes = word[f"{x}_format"], np.array([word[x]], np.uint32)
+            if kind == "bf16":
+                codes = codes >> 16  # stored as float32, whose low bits the card drops
+            if element in ("bf16", "f16"):
+                operands.append(codes.astype(np.uint16).view(_TYPES["bf16" if element == "bf16" else "fp16"]))
+            elif not has_blocks:
+                operands.append(_operand(element, codes.astype(np.uint8), None))
+            else:
+                form = f"mx-{element}" if kind == "mxf8f6f4" else "nvfp4" if word["scale"] == "ue4m3" else "mxfp4"
+                form = "mxfp4-block16" if form == "mxfp4" and word["scale_vec"] == 4 else form
+                scales = np.array([word[f"scale_{x}"]], np.uint8)
+                operands.append(_operand(form, codes.astype(np.uint8), scales))
+        if kind == "mxf8f6f4":
+            unit = replace(sm100, fp4=None)  # this instruction multiplies E2M1 as the other MX formats
+        c, d = (np.array([[word[x]]], np.uint32).view(np.float32) for x in "cd")
+        yield Recorded(f"tcgen05 {word['name']}", *operands, unit, c, d)
 
 
 def _kinds(case: str) -> tuple[list[str], Unit]:
