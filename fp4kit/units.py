@@ -139,6 +139,9 @@ class Unit:
         promote: None if one chain of steps covers all of K. Otherwise, each chain covers `promote` elements of K and
             starts from zero, and the results of chains are added in float32, rounded to nearest even. It is a multiple
             of each step's k.
+        fp8_as: None, or "float16" if FP8 operands without block scales are converted to float16 and added by that step:
+            of each 32 elements of K first those with k % 4 < 2, then the others, starting from zero. The sums of 32 are
+            added to C in float32, rounded to nearest even. `fp8` is then None.
         order: None for a matrix unit. Otherwise the name of an order that fp4kit.matmul describes, such as "exact" or
             "mlx-cpu"; the other fields besides id and checked are then None.
         checked: what was compared with hardware; or "no" and, after a semicolon, what it was compared with instead.
@@ -165,6 +168,7 @@ class Unit:
     mx: DotAdd | None = None
     fp4: DotAdd | None = None
     promote: int | None = None
+    fp8_as: Literal["float16"] | None = None
     order: Order | None = None
     checked: str = "no"
 
@@ -181,11 +185,17 @@ class Unit:
                 raise ValueError(
                     f"Unit {self.id}: order is {self.order!r:.60}; needs None or one of {', '.join(ORDERS)}"
                 )
-            if self.steps() or self.promote is not None:
+            if self.steps() or self.promote is not None or self.fp8_as is not None:
                 raise ValueError(f"Unit {self.id}: it has an order, but also steps or promote; needs one of the two")
             return
         if not self.steps():
             raise ValueError(f"Unit {self.id}: it has no step and no order; needs one of the two")
+        fits = self.fp8_as == "float16" and self.float16 is not None and 32 % getattr(self.float16, "k", 1) == 0
+        if self.fp8_as is not None and (not fits or self.fp8 is not None or self.promote is not None):
+            raise ValueError(
+                f"Unit {self.id}: fp8_as is {self.fp8_as!r:.60}; needs None, or 'float16' with a step float16 whose k"
+                " divides 32, and without fp8 and promote"
+            )
         for kind, step in self.steps().items():
             self._check_step(kind, step)
 
@@ -259,8 +269,15 @@ UNITS: Mapping[str, Unit] = {
             bfloat16=_HOPPER_16,
             fp8=DotAdd(k=32, fraction_bits=13, output_bits=13, zero_exponent=-133),
             checked="on an H100: cuBLASLt's products of E4M3 with E4M3 and with E5M2 (fast accumulation, and slow"
-            " accumulation as promote=128), and mma.sync of bfloat16 and float16, also on an H200; E5M2 with E5M2 only"
-            " with MMA-Sim",
+            " accumulation as promote=128), and mma.sync of bfloat16 and float16, also on an H200; 10,000 published"
+            " sums of E4M3 and of E5M2 on both",
+        ),
+        *(
+            Unit(id, float16=_HOPPER_16, bfloat16=_HOPPER_16, fp8_as="float16", checked=f"{checked} of E4M3 and E5M2")
+            for id, checked in (
+                ("sm90-mma", "on an H200: 30,720 recorded sums of mma.sync"),
+                ("sm100-mma", f"on a B200: 5,000 {_PUBLISHED}"),
+            )
         ),
         Unit(
             "sm89",
@@ -373,9 +390,9 @@ def units() -> tuple[Unit, ...]:
     Examples:
         >>> import fp4kit
         >>> [u.id for u in fp4kit.units()][:3]
-        ['sm100', 'sm90', 'sm89']
+        ['sm100', 'sm90', 'sm90-mma']
         >>> [u.id for u in fp4kit.units() if not u.checked.startswith("no")]
-        ['sm100', 'sm90', 'sm89', 'sm80', 'sm70', 'mlx-cpu', 'ggml-avx2', 'ggml-avx2-repacked']
+        ['sm100', 'sm90', 'sm90-mma', 'sm100-mma', 'sm89', 'sm80', 'sm70', 'mlx-cpu', 'ggml-avx2', 'ggml-avx2-repacked']
         >>> fp4kit.unit("sm75").checked
         'no; compared only with MMA-Sim, whose authors tested their model on this hardware'
     """

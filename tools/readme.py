@@ -242,6 +242,8 @@ UNIT_COLUMNS = (
 HARDWARE = {
     "sm100": "Blackwell (B200)",
     "sm90": "Hopper (H100, H200)",
+    "sm90-mma": "Hopper, by `mma.sync`",
+    "sm100-mma": "Blackwell, by `mma.sync`",
     "sm89": "Ada (L40S)",
     "sm80": "Ampere (A100)",
     "sm75": "Turing (T4)",
@@ -269,6 +271,7 @@ def units() -> str:
         for step, kinds in operands.items():
             is_first, sum_bits = step is next(iter(operands)), getattr(step, "output_bits", 23)
             names = (f"`{unit.id}`", HARDWARE[unit.id]) if is_first else ("", "")
+            kinds += ["FP8, converted to float16"] * (unit.fp8_as is not None and step == unit.float16)
             numbers = (f"{step.k}", f"{step.fraction_bits}", f"{sum_bits}")
             rows.append((*names, ", ".join(kinds), *numbers, unit.checked.partition(";")[0] if is_first else ""))
     return markdown(UNIT_COLUMNS, rows)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
 from math import prod
@@ -240,6 +241,9 @@ def _product(op: str, a: Operand, b: Operand, u: Unit, dtype: np.dtype, alpha: A
             f" array and the quantized axis of a Quantized, so {b.name} is (..., N, K)"
         )
     step = step_of(op, u, a, b)
+    if u.fp8_as and a.element in _FP8:
+        a, b = _as_float16(a), _as_float16(b)
+        u = replace(u, bfloat16=None, fp8_as=None, promote=_FP8_CHAIN)
     if u.order in ENGINE_ORDERS:
         _check_engine(op, u, a, b, alpha)
     if alpha is not None:
@@ -249,6 +253,23 @@ def _product(op: str, a: Operand, b: Operand, u: Unit, dtype: np.dtype, alpha: A
             raise TypeError(f"{op}: alpha is {alpha!r:.60}; needs a number, or None for the tensor scales") from None
         a, b = a._replace(factor=_library(a.codes).full(a.codes.shape[:-1], number)), b._replace(factor=None)
     return MatmulCall(a, b, None, u, step, dtype, None, not isinstance(a.codes, np.ndarray))
+
+
+_FP8_CHAIN = 32  # the elements of K of an FP8 instruction
+
+
+def _as_float16(x: Operand) -> Operand:
+    """Return an FP8 operand as float16, in the order of K in which mma.sync of Hopper and Blackwell adds (Unit.fp8_as).
+
+    K is padded with zeros to whole instructions.
+    """
+    library = _library(x.codes)
+    table = library.asarray(decoding_of(x.element).values.astype(np.float16).view(np.uint16))
+    *lead, k = x.codes.shape
+    padding = [(0, 0)] * len(lead) + [(0, -k % _FP8_CHAIN)]
+    quads = library.pad(table[x.codes], padding).reshape(*lead, -1, _FP8_CHAIN // 4, 2, 2)
+    codes = library.ascontiguousarray(quads.swapaxes(-3, -2)).reshape(*lead, -1)
+    return x._replace(codes=codes, element="float16", k=codes.shape[-1])
 
 
 def _check_engine(op: str, u: Unit, a: Operand, b: Operand, alpha: Any) -> None:
@@ -394,7 +415,8 @@ def _kind(u: Unit, a: Operand, b: Operand) -> str | None:
             return elements.pop()
         if elements <= _FNUZ:
             return "fp8_fnuz"
-        return "fp8" if elements <= _FP8 else "fp6_fp4" if elements <= _FP8 | _FP6_FP4 else None
+        fp8 = "fp8" if u.fp8_as is None else u.fp8_as
+        return fp8 if elements <= _FP8 else "fp6_fp4" if elements <= _FP8 | _FP6_FP4 else None
     if a.scale != b.scale or a.block != b.block:
         return None
     layout = (a.scale.name if a.scale else "", a.block)

@@ -73,7 +73,8 @@ def matmul(
             matrices. For the engines "mlx-cpu" and "ggml-...", A is an unquantized array, of float32 too.
         b: the operand B, as a, with N in place of M. It is one matrix, or a stack like that of a.
         unit: a Unit or its id. "sm100" (Blackwell), "sm90" (Hopper), "sm89" (Ada), "sm80" (Ampere), "sm75" (Turing),
-            "sm70" (Volta) and "cdna3" (MI300) add as that hardware does. The others add in a stated order:
+            "sm70" (Volta) and "cdna3" (MI300) add as that hardware does, and "sm90-mma" and "sm100-mma" as its older
+            instruction mma.sync does for FP8. The others add in a stated order:
 
             - "exact": the exact sum, rounded once to float32.
             - "float64": sums in float64, k ascending, each sum rounded; the result is then rounded to float32.

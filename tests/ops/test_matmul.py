@@ -59,6 +59,11 @@ BAD = [
     (lambda: FloorDotAdd(8, 24, 31, 3), ValueError, "sums is 3; needs 1 to 2"),
     (lambda: Unit("mine"), ValueError, "it has no step and no order"),
     (lambda: replace(fp4kit.unit("exact"), mx=DotAdd(32, 25, 23, -133)), ValueError, "needs one of the two"),
+    (lambda: replace(fp4kit.unit("exact"), fp8_as="float16"), ValueError, "needs one of the two"),
+    (lambda: replace(fp4kit.unit("sm90-mma"), fp8_as="bfloat16"), ValueError, "fp8_as is 'bfloat16'; needs None"),
+    (lambda: replace(fp4kit.unit("sm90-mma"), promote=32), ValueError, "without fp8 and promote"),
+    (lambda: replace(fp4kit.unit("sm90"), fp8_as="float16"), ValueError, "without fp8 and promote"),
+    (lambda: Unit("mine", float16=DotAdd(64, 25, 23, -133), fp8_as="float16"), ValueError, "whose k divides 32"),
     (lambda: Unit("mine", order="upwards"), ValueError, "order is 'upwards'; needs None or one of exact"),
     (lambda: replace(fp4kit.unit("sm90"), promote=48), ValueError, "needs a positive multiple of 32"),
     (lambda: replace(fp4kit.unit("sm100"), fp4=DotAdd(64, 35, 23, -139)), ValueError, "group 1; needs 16"),
@@ -350,3 +355,31 @@ def test_every_unit_that_claims_a_card_has_its_sums() -> None:
     cards = {case.unit.id for case in of_cards()}
     claims = {unit.id for unit in fp4kit.units() if re.search(r"on an? [A-Z]", unit.checked) and unit.order is None}
     assert cards == claims
+
+
+@pytest.mark.parametrize("K", [1, 3, 32, 45, 64, 130])
+def test_fp8_by_mma_sync(K) -> None:
+    """FP8 of sm90-mma is two halves of each 32 elements, added as float16 from zero, and then to C in float32."""
+    rng, sm90 = np.random.default_rng(K), fp4kit.unit("sm90")
+    a, b = (
+        (rng.standard_normal((5, K)) * 2.0 ** rng.integers(-6, 6, (5, K))).astype(ml_dtypes.float8_e4m3fn) for _ in "ab"
+    )
+    c = rng.standard_normal((5, 5)).astype(np.float32)
+    total = c.copy()
+    for start in range(0, K, 32):
+        parts = [np.zeros((5, 32), np.float16) for _ in "ab"]
+        for part, x in zip(parts, (a, b), strict=True):
+            part[:, : x[:, start : start + 32].shape[1]] = x[:, start : start + 32]
+        first = np.arange(32) % 4 < 2
+        sums = fp4kit.matmul(*(part[:, first] for part in parts), unit=sm90)
+        total = total + fp4kit.matmul(*(part[:, ~first] for part in parts), unit=sm90, c=sums)
+    for way in (nullcontext(), fp4kit.specification()):
+        with way:
+            assert np.array_equal(fp4kit.matmul(a, b, unit="sm90-mma", c=c), total)
+            assert np.array_equal(fp4kit.matmul_grouped([a, a], [b, b], unit="sm90-mma", c=[c, c])[1], total)
+    q, w = (fp4kit.quantize(x.astype(np.float32), "fp8-modelopt") for x in (a, b))
+    codes = [one.packed.view(ml_dtypes.float8_e4m3fn) for one in (q, w)]
+    scale = float(np.float32(q.tensor_scale) * np.float32(w.tensor_scale))
+    assert np.array_equal(fp4kit.matmul(q, w, unit="sm90-mma"), fp4kit.matmul(*codes, unit="sm90-mma", alpha=scale))
+    with pytest.raises(ValueError, match="sm90-mma has no instruction for this pair"):
+        fp4kit.matmul(a, b.astype(np.float16), unit="sm90-mma")

@@ -82,11 +82,14 @@ def of_cards() -> Iterator[Recorded]:
         found = dict(arrays)
     for name in sorted({key.rpartition("/")[0] for key in found}):
         card, kind = name.split("/")
-        a, b = (found[f"{name}/{x}"].view(_TYPES[kind]) for x in "ab")
-        c, d = (found[f"{name}/{x}"].view(np.float32) for x in "cd")
-        if c.ndim == 1:
-            a, b, c, d = a[:, None], b[:, None], c[:, None, None], d[:, None, None]
-        yield Recorded(name, a, b, fp4kit.unit(_CARDS[card.partition(" ")[0]]), c, d)
+        unit, types = _CARDS[card.partition(" ")[0]], (kind.split("-") * 2)[:2]
+        if kind[0] == "E" and (" " in card or card == "B200"):
+            unit += "-mma"  # the published FP8 sums of the H100 and the H200 are those of sm90
+        a, b = (found[f"{name}/{x}"].view(_TYPES[one]) for x, one in zip("ab", types, strict=True))
+        c, d = (found[f"{name}/{x}"].view(np.float32) if f"{name}/{x}" in found else None for x in "cd")
+        if " " not in card:
+            a, b, c, d = a[:, None], b[:, None], None if c is None else c[:, None, None], d[:, None, None]
+        yield Recorded(name, a, b, fp4kit.unit(unit), c, d)
 
 
 def of_tcgen05() -> Iterator[Recorded]:

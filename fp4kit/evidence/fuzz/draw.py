@@ -153,7 +153,7 @@ def _draw_unit(d: Picks, ids: tuple[str, ...]) -> Unit:
     if d.chance(0.5):
         u = replace(u, **{kind: _other_step(d, step) for kind, step in u.steps().items()})
     promote = lcm(*(step.k for step in u.steps().values())) * d.pick((1, 2, 4, 12))
-    return replace(u, promote=promote) if d.chance(0.6) else u
+    return replace(u, promote=promote) if d.chance(0.6) and u.fp8_as is None else u
 
 
 def _other_step(d: Picks, step: Any) -> Any:

@@ -175,7 +175,7 @@ def test_units_of_two_operands():
     assert units_for("float32", nvfp4) == ("mlx-cpu", "ggml-avx2")
     assert units_for("float32", mxfp4) == ("mlx-cpu", "ggml-avx2", "ggml-avx2-repacked")
     assert units_for("bfloat16", mxfp4) == ("exact", "float64", "dequantized", "mlx-cpu")
-    assert units_for("float16", "float16")[:4] == ("sm100", "sm90", "sm89", "sm80")
+    assert units_for("float16", "float16")[:4] == ("sm100", "sm90", "sm90-mma", "sm100-mma")
 
 
 # ---- planted faults ----
