@@ -266,9 +266,10 @@ def _as_float16(x: Operand) -> Operand:
     library = _library(x.codes)
     table = library.asarray(decoding_of(x.element).values.astype(np.float16).view(np.uint16))
     *lead, k = x.codes.shape
-    padding = [(0, 0)] * len(lead) + [(0, -k % _FP8_CHAIN)]
-    quads = library.pad(table[x.codes], padding).reshape(*lead, -1, _FP8_CHAIN // 4, 2, 2)
-    codes = library.ascontiguousarray(quads.swapaxes(-3, -2)).reshape(*lead, -1)
+    chains = -(-k // _FP8_CHAIN)
+    padding = [(0, 0)] * len(lead) + [(0, chains * _FP8_CHAIN - k)]
+    quads = library.pad(table[x.codes], padding).reshape(*lead, chains, _FP8_CHAIN // 4, 2, 2)
+    codes = library.ascontiguousarray(quads.swapaxes(-3, -2)).reshape(*lead, chains * _FP8_CHAIN)
     return x._replace(codes=codes, element="float16", k=codes.shape[-1])
 
 

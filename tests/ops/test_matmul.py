@@ -381,5 +381,8 @@ def test_fp8_by_mma_sync(K) -> None:
     codes = [one.packed.view(ml_dtypes.float8_e4m3fn) for one in (q, w)]
     scale = float(np.float32(q.tensor_scale) * np.float32(w.tensor_scale))
     assert np.array_equal(fp4kit.matmul(q, w, unit="sm90-mma"), fp4kit.matmul(*codes, unit="sm90-mma", alpha=scale))
+    for empty in (a[:0], a[:, :0]):
+        expected = fp4kit.matmul(empty, empty, unit="sm90")
+        assert np.array_equal(fp4kit.matmul(empty, empty, unit="sm90-mma"), expected)
     with pytest.raises(ValueError, match="sm90-mma has no instruction for this pair"):
         fp4kit.matmul(a, b.astype(np.float16), unit="sm90-mma")
