@@ -33,6 +33,7 @@ class Fault(NamedTuple):
 _NARROW = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.float16)}
 _BLOCKS = (16, 32, 64, 128)
 _PROBE = 16  # rows on which every recipe is tried
+_EVERY = "every quantized layer differs, so the recipe or the weights are others"
 _UNKNOWN = "; either the weight is another one (stale), or fp4kit does not know the arithmetic"
 VECTOR = "nothing quantizes these values, so one side has others: stale ones, from an earlier step; send them again"
 _CORNER = 128  # rows and columns of which a matrix and its transpose are compared by their angle
@@ -49,12 +50,12 @@ def with_making(
     rows: np.ndarray,
     tried: Sequence[Arithmetic],
     weight: Callable[[], np.ndarray],
-    amax: Callable[[Recipe], Any],
+    amaxes: Callable[[Recipe], Sequence[Any]],
 ) -> Rows:
     """Find out how the bytes of a layer were made from its weight, or which fault they have.
 
     x, weight: the compared rows of the weight, and a function that returns all rows, after the side's transform.
-    amax: a function that returns the tensor amaxes of the compared rows for a recipe.
+    amaxes: a function that returns, for a recipe, each tensor amax of the compared rows that is to be tried.
     """
     part, made = found.part, side_rows.with_making(found, x, whole, rows, tried)
     if made.how is not None:
@@ -77,7 +78,7 @@ def with_making(
         return replace(found, step=fault.step, wrong=fault.text)
     if isinstance(part, Quantized):
         return side_rows.identified(found, x, part)
-    for one in by_recipe(part, x, amax):
+    for one in by_recipe(part, x, amaxes):
         if _gives(one, x, part):
             return replace(found, how=one)
     return found
@@ -151,16 +152,17 @@ def variants(tried: Sequence[Arithmetic], part: Matrix) -> Iterator[Arithmetic]:
                 yield one._replace(recipe=recipe)
 
 
-def by_recipe(part: np.ndarray, x: np.ndarray, amax: Callable[[Recipe], Any]) -> Iterator[Arithmetic]:
+def by_recipe(part: np.ndarray, x: np.ndarray, amaxes: Callable[[Recipe], Sequence[Any]]) -> Iterator[Arithmetic]:
     """Yield the Arithmetic of each listed recipe that gives the values of the first rows of a side without codes."""
     for r in RECIPES.values():
         rows = min(len(x), -(-_PROBE // r.block_rows) * r.block_rows)
         if x.shape[1] % r.length_multiple or r.rounding == "stochastic":
             continue
-        one = Arithmetic(r, amax(r), ())
-        start = one if one.amax is None or not one.amax.ndim else one._replace(amax=one.amax[:rows])
-        if _gives(start, x[:rows], part[:rows]):
-            yield one
+        for amax in amaxes(r):
+            one = Arithmetic(r, amax, ())
+            start = one if amax is None or not amax.ndim else one._replace(amax=amax[:rows])
+            if _gives(start, x[:rows], part[:rows]):
+                yield one
 
 
 def between(part: Matrix, right: Matrix, of: str) -> Fault | None:
@@ -326,17 +328,20 @@ class Seen:
     """What is kept of a compared layer for comparisons with other layers, for (train, rollout) each.
 
     digests: hashes of the compared codes and block scales, or of the values. scales: tensor scales, None for others.
+    plain: True if no side quantizes the layer. makers: the recipes that give the bytes of a side; None for unknown.
     known: True if both sides are explained by their recipes, or by a fault.
     """
 
     digests: tuple[int, int]
     scales: tuple[bytes | None, bytes | None]
     recipes: tuple[Any, ...]
+    plain: bool
+    makers: tuple[str | None, ...]
     known: bool
 
 
-def seen(compared: Sequence[Rows], recipes: Sequence[Recipe | None], found: LayerParity) -> Seen:
-    """Return the Seen of a layer."""
+def seen(compared: Sequence[Rows], recipes: Sequence[Recipe | None], found: LayerParity, plain: Sequence[bool]) -> Seen:
+    """Return the Seen of a layer, of which ``plain`` says for each side that it has the unquantized weight."""
     digests, scales = [], []
     for one in compared:
         digests.append(hash((one.part.shape, *(part.tobytes() for part in _stored(one.part)))))
@@ -344,9 +349,9 @@ def seen(compared: Sequence[Rows], recipes: Sequence[Recipe | None], found: Laye
         scales.append(None if scale is None or np.ndim(scale) else np.float32(scale).tobytes())
     unknown = [one.label for one in compared if one.how is None and not one.wrong]
     recipe = tuple(r.id if r is not None else None for r in recipes)
-    return Seen(
-        (digests[0], digests[1]), (scales[0], scales[1]), recipe, found.equal or not unknown or _is_named(found)
-    )
+    makers = tuple(None if one.how is None else one.how.recipe.id for one in compared)
+    known = found.equal or not unknown or _is_named(found)
+    return Seen((digests[0], digests[1]), (scales[0], scales[1]), recipe, all(plain), makers, known)
 
 
 def _is_named(found: LayerParity) -> bool:
@@ -354,19 +359,31 @@ def _is_named(found: LayerParity) -> bool:
 
 
 def by_other_layers(
-    found: Sequence[LayerParity], kept: Mapping[str, Seen], labels: tuple[str, str]
+    found: Sequence[LayerParity], kept: Mapping[str, Seen], labels: tuple[str, str], has_weights: bool
 ) -> Iterator[LayerParity]:
-    """Yield the layers, and name causes that only other layers show: swapped layers, shared amaxes, stale weights."""
+    """Yield the layers, and name causes that only other layers show: swapped layers, shared amaxes, stale weights.
+
+    has_weights: whether the unquantized weights are known, so that recipes were tried.
+    """
     owners: tuple[dict[int, list[str]], ...] = (defaultdict(list), defaultdict(list))
     for name, one in kept.items():
         for owner, digest in zip(owners, one.digests, strict=True):
             owner[digest].append(name)
-    equal = {kept[layer.name].recipes for layer in found if layer.equal and layer.name in kept}
+    of_kept = [(layer, kept[layer.name]) for layer in found if layer.name in kept]
+    equal = {(one.recipes, one.plain) for layer, one in of_kept if layer.equal}
+    quantized = [layer for layer, one in of_kept if not one.plain]
+    all_differ = len(quantized) > 1 and not any(layer.equal for layer in quantized)
     for layer in found:
         if layer.name not in kept or kept[layer.name].known:
             yield layer
             continue
+        one = kept[layer.name]
         text = _cause(layer, kept, owners, equal, labels)
+        if not text and all_differ and not one.plain:
+            pairs = zip(labels, one.makers, strict=True)
+            made = [f"{label} has the bits of {maker}" for label, maker in pairs if maker]
+            way = [] if has_weights else ["pass the unquantized weights (weights=) to name the recipe"]
+            text = "; ".join(filter(None, (layer.setting, *made, _EVERY, *way)))
         yield replace(layer, setting=text or layer.setting + _UNKNOWN * ("nearest is" in layer.setting))
 
 
@@ -374,7 +391,7 @@ def _cause(
     layer: LayerParity,
     kept: Mapping[str, Seen],
     owners: Sequence[Mapping[int, Sequence[str]]],
-    equal: set[tuple[Any, ...]],
+    equal: set[tuple[Any, bool]],
     labels: tuple[str, str],
 ) -> str:
     """Return the text of the cause that other layers show for the difference of a layer; "" if they show none."""
@@ -396,7 +413,7 @@ def _cause(
                 f"{labels[i]} has one tensor scale for {layer.name} and {listed(siblings)}, and {labels[1 - i]} does"
                 " not; let the same layers share an amax (shared_amax)"
             )
-    if one.recipes not in equal:
+    if (one.recipes, one.plain) not in equal:
         return ""
     if layer.kind == "tensor":
         return "other tensors are equal, so this one was computed or sent at another time (stale)"

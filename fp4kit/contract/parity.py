@@ -20,7 +20,7 @@ from fp4kit.arithmetic import ieee
 from fp4kit.contract import compare_layer, faults
 from fp4kit.contract import sides as side_rows
 from fp4kit.contract.compare_layer import INPUTS_DIFFER, Kind, LayerParity, Parity, counted
-from fp4kit.contract.engines import serving_of
+from fp4kit.contract.engines import FUSED, serving_of
 from fp4kit.contract.schema import Contract
 from fp4kit.contract.sides import (
     NO_CONTRACT,
@@ -243,7 +243,7 @@ class _Check:
                 self.notes[f"{text}; its contract does not know `excluded`"] = None
         if end is not None and (text := compare_layer.chance_of_a_miss(found)):
             self.notes[text] = None
-        found = list(faults.by_other_layers(found, self.seen, self.labels))
+        found = list(faults.by_other_layers(found, self.seen, self.labels, self.source is not None))
         layers = f"{len(found):,} of " * (len(found) < len(names)) + counted(len(names), "layer")
         elements, total = sum(one.elements for one in found), sum(one.total for one in found)
         sampled = f"compared {elements:,} of {total:,} elements in {layers}"
@@ -350,6 +350,9 @@ class _Check:
                 recipes[i], self.left = None, {**(self.left or {}), name: i}
         rows = self._rows(shape, [r for r in recipes if r is not None])
         part = None if x is None else np.ascontiguousarray(x[rows])
+        values = [whole.read(rows) for whole in wholes if isinstance(whole, RowReader) and whole.recipe is None]
+        if len(values) == 2 and same(_values(values[0]), _values(values[1])):
+            part = None  # no recipe has to be found, which takes long for values
         by_side: dict[int, Rows] = {}
         for i in sorted((0, 1), key=lambda i: isinstance(wholes[i], RowReader)):  # a reader follows the other side
             own = part if part is None or recipes[i] is None else self.sides[i].transformed(part)
@@ -359,12 +362,14 @@ class _Check:
         for one, r, whole in zip((by_side[0], by_side[1]), recipes, wholes, strict=True):
             is_plain = r is None and isinstance(one.part, np.ndarray) and (part is None or same(one.part, part))
             plain.append(is_plain and not (isinstance(whole, RowReader) and whole.decoded))
+        if all(self._leaves(i, name, wholes[i], recipes[i], None) for i in (0, 1)):
+            plain = [True, True]  # both say so, whatever the weights are
         are_tensors = all(side.contract is NO_CONTRACT for side in self.sides) and all(plain)
         kind: Kind = "tensor" if are_tensors else "weight"
         found = compare_layer.compare_layer(name, kind, (compared[0], compared[1]), rows, shape[0] * shape[1])
         if found.step == "value" and plain[0] != plain[1] and name not in (self.left or ()):
             found = self._half_quantized(found, plain, recipes)
-        self.seen[name] = faults.seen(compared, recipes, found)
+        self.seen[name] = faults.seen(compared, recipes, found, plain)
         return self._with_products(found, name, compared, recipes, shape)
 
     def _leaves(self, i: int, name: str, whole: Whole | None, r: Recipe | None, x: np.ndarray | None) -> bool:
@@ -448,10 +453,13 @@ class _Check:
                     served = {"container": other.container, "served_dtype": other.served_dtype}
             if (fault := whole.fault()) is not None:
                 return Rows(side.label, part, x, step=fault[0], wrong=fault[1], **served)
-        is_plain = isinstance(part, np.ndarray) and recipe is None and side.function is None
+        is_decoded = isinstance(whole, RowReader) and whole.decoded
+        is_plain = isinstance(part, np.ndarray) and recipe is None and side.function is None and not is_decoded
         if x is None or (is_plain and side.contract is not NO_CONTRACT):
             return self._order_without_source(Rows(side.label, part, **served), i, name, whole, rows)
-        groups = dict.fromkeys((self._group(side, name), (name,), self._group(self.sides[1 - i], name)))
+        usual = Contract(shared_amax=FUSED) if "shared_amax" in side.contract.unknown else side.contract
+        contracts = (side.contract, Contract(), self.sides[1 - i].contract, usual)
+        groups = dict.fromkeys(one.group_of(name, self.source or {}) for one in contracts)
         tried = [
             self._arithmetic(side, name, r, group, rows)
             for r in (recipe, recipes[1 - i])
@@ -466,7 +474,10 @@ class _Check:
             rows,
             tried,
             lambda: side.transformed(array_of(name, self._x(name))),
-            lambda r: self._arithmetic(side, name, r, (name,), rows).amax,
+            lambda r: [
+                self._arithmetic(side, name, r, group, rows).amax
+                for group in (groups if r.tensor_scaling == "tensor" else [(name,)])
+            ],
         )
 
     def _order_without_source(self, found: Rows, i: int, name: str, whole: Whole, rows: np.ndarray) -> Rows:

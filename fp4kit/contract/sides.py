@@ -558,6 +558,10 @@ def _differing(a: _Results, b: _Results, affected: np.ndarray) -> Iterator[tuple
             differs = differs if end is None else differs & end
             left &= ~differs
             if name == "code":
+                zeros = differs & (a[name].numbers == 0) & (b[name].numbers == 0)
+                if zeros.any():
+                    yield order, step, "sign of zero", zeros
+                differs &= ~zeros
                 ties = differs & _ties(a, b)
                 if ties.any():
                     yield order, "tie", name, ties

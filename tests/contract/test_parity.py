@@ -251,6 +251,14 @@ def test_layers_that_a_trainer_excludes_are_those_of_an_engine():
     assert layer.name == "lm_head" and layer.step == "quantization"
 
 
+def test_the_sign_of_zero_is_no_tie():
+    zeros = np.where(np.arange(32 * 64).reshape(32, 64) % 5, RNG.standard_normal((32, 64)), -0.0).astype(np.float32)
+    other = replace(RECIPES["nvfp4-te"], id="other", sign="negative")
+    layer = one(parity(Contract("nvfp4-te"), Contract(other), weights={"m": zeros}))
+    assert (layer.step, layer.result, layer.count) == ("code", "sign of zero", int((zeros == 0).sum()))
+    assert "first step that differs: code (sign of zero)" in str(layer)
+
+
 def test_functions():
     def fake(name, w):
         return fp4kit.fake_quantize(w, "nvfp4-te", tensor_amax=None if "down" in name else SHARED)
@@ -262,7 +270,8 @@ def test_functions():
     layer = one(parity(lambda name, w: fp4kit.fake_quantize(w, "nvfp4-te"), BASE, weights=W))
     assert layer.step == "amax" and layer.codes == (0, 0)
     layer = one(parity(lambda name, w: w * 0, BASE, weights=W))
-    assert layer.step == "value" and layer.setting == "train has values instead of codes" and layer.worked is None
+    assert layer.step == "value" and layer.setting.startswith("train has values instead of codes; rollout has the bits")
+    assert "every quantized layer differs" in layer.setting and layer.worked is None
     r = "int8-modelopt"
     layer = one(parity(lambda name, w: fp4kit.fake_quantize(w, r), Contract(r), weights=W))
     assert layer.step == "decode" and "train: values are those of fake_quantize of int8-modelopt" in layer.setting

@@ -763,6 +763,25 @@ def test_the_contract_of_an_engine_needs_no_exclusions_and_no_input_scales(w4a4,
     assert not fp4kit.parity(base, contract, weights=folder / "trained").equal  # it quantizes nothing
 
 
+@pytest.mark.parametrize("rollout", ROLLOUTS)
+def test_layers_that_all_differ_are_not_called_stale(w4a4, rollout):
+    """With the unquantized weights, recipes are named, also if q, k and v share an amax; without, nothing is blamed."""
+    base, model, _, folder, rollouts = w4a4
+    other = copy.deepcopy(base)
+    ft.fake_quantize_model(other, "nvfp4-te", format="modelopt")
+    found = [x for x in fp4kit.parity(other, rollouts[rollout]).differing if x.kind == "weight"]
+    assert len(found) == 14 and not any("stale" in x.setting for x in found)
+    assert all("every quantized layer differs, so the recipe or the weights are others" in x.setting for x in found)
+    found = fp4kit.parity(other, rollouts[rollout], weights=folder / "trained").differing
+    recipes = [x.setting.partition(" (")[0] for x in found if x.kind == "weight"]
+    assert recipes == ["recipe nvfp4-te in train and nvfp4-compressed-tensors in rollout"] * 14
+    one = copy.deepcopy(model)
+    with torch.no_grad():
+        one.model.layers[0].mlp.down_proj.parametrizations.weight.original.mul_(1.01)
+    (layer,) = fp4kit.parity(one, rollouts[rollout]).differing
+    assert layer.name == "model.layers.0.mlp.down_proj" and "a stale one" in layer.setting
+
+
 def test_what_one_side_does_not_know_of_inputs_is_in_the_verdict(w4a4):
     _, model, _, _, rollouts = w4a4
     tensors = {name: x.detach() for name, x in model.state_dict().items() if name.endswith("proj.weight")}
