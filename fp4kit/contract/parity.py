@@ -617,11 +617,14 @@ class _Check:
     def _of_input_scales(self, names: Sequence[str]) -> Iterator[LayerParity]:
         """Compare how both sides quantize the inputs of each layer: whether they do, and with which input scale."""
         in_others = [{*side.others} for side in self.sides]
+        others: dict[Any, str] = {}  # recipes that the contracts do not state for all layers -> first layer
         stated = [side.contract.activations for side in self.sides if "activations" not in side.contract.unknown]
         for name in names:
             if any(side.leaves(name) for side in self.sides):
                 continue
             known, recipes = zip(*(side.activation_of(name) for side in self.sides), strict=True)
+            if all(recipes) and recipes[0] != recipes[1] and [*recipes] != stated:
+                others.setdefault((recipes[0], recipes[1]), name)
             scales = [own.get(name) for own in self.own_scales]
             plain = [is_known and r is None for is_known, r in zip(known, recipes, strict=True)]
             if known[0] != known[1] and (any(recipes) or any(scales)):
@@ -640,6 +643,9 @@ class _Check:
                 self.uncompared["input scales"] = None
             elif not all(any(f"{name}.{leaf}" in one for leaf in _INPUT_SCALES) for one in in_others):
                 yield self._input_scale(name, scales, recipes, ways)  # others are compared as other tensors
+        for pair, name in others.items():
+            x = self._input("drawn", _DRAWN[1])
+            yield self._quantized_by(f"drawn for {name}", "input", x, [Side(label) for label in self.labels], pair)
 
     def _input_scale(
         self, name: str, scales: Sequence[Any], recipes: Sequence[Recipe | None], ways: Sequence[str | None]
@@ -704,12 +710,18 @@ class _Check:
         for name, given in tensors.items():
             recipes = [self._input_recipe(side, setting, name) for side in self.sides]
             x = np.ascontiguousarray(_matrix(f"{kind}: {name}", given))
-            rows = self._rows(x.shape, [r for r in recipes if r is not None])
             sides = self.sides if kind == "input" else [Side(side.label) for side in self.sides]
-            compared = [_quantized(side, name, x, rows, r) for side, r in zip(sides, recipes, strict=True)]
-            found = compare_layer.compare_layer(name, kind, (compared[0], compared[1]), rows, x.size)
-            plain = [r is None for r in recipes]
-            yield self._half_quantized(found, plain, recipes) if plain[0] != plain[1] and not found.equal else found
+            yield self._quantized_by(name, kind, x, sides, recipes)
+
+    def _quantized_by(
+        self, name: str, kind: Kind, x: np.ndarray, sides: Sequence[Side], recipes: Sequence[Recipe | None]
+    ) -> LayerParity:
+        """Quantize an array by the recipes of both sides, and return the comparison."""
+        rows = self._rows(x.shape, [r for r in recipes if r is not None])
+        compared = [_quantized(side, name, x, rows, r) for side, r in zip(sides, recipes, strict=True)]
+        found = compare_layer.compare_layer(name, kind, (compared[0], compared[1]), rows, x.size)
+        plain = [r is None for r in recipes]
+        return self._half_quantized(found, plain, recipes) if plain[0] != plain[1] and not found.equal else found
 
     def _input_recipe(self, side: Side, setting: str, name: str) -> Recipe | None:
         """Return the recipe by which a side quantizes an input, keys or values; None if it leaves them unquantized."""

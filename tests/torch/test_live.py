@@ -715,7 +715,7 @@ def test_other_input_scales_of_a_trainer_are_named(w4a4, rollout):
 
 @pytest.mark.parametrize("rollout", ROLLOUTS)
 def test_another_recipe_of_activations_is_named(w4a4, rollout):
-    base, _, _, _, rollouts = w4a4
+    base, _, amaxes, folder, rollouts = w4a4
     model = copy.deepcopy(base)
     given = {"format": "compressed-tensors", "served_dtype": "bfloat16"}
     ft.fake_quantize_model(model, "nvfp4-compressed-tensors", **given, activations="nvfp4-te")
@@ -726,6 +726,11 @@ def test_another_recipe_of_activations_is_named(w4a4, rollout):
     assert (
         texts["input scale"].startswith(f"activations: {both}") and "train computes it in each" in texts["input scale"]
     )
+    model = copy.deepcopy(base)
+    ft.fake_quantize_model(model, "nvfp4-compressed-tensors", **given, activations="nvfp4-te", input_amaxes=amaxes)
+    train = fp4kit.serving(**SERVED_BY), model  # the contract does not hide what the model does
+    (layer,) = fp4kit.parity(train, rollouts[rollout], weights=folder / "trained").differing
+    assert layer.kind == "input" and layer.setting.startswith(both)
     model = copy.deepcopy(base)
     ft.fake_quantize_model(model, "nvfp4-compressed-tensors", **given)
     (layer,) = fp4kit.parity(model, rollouts[rollout]).differing
