@@ -57,6 +57,8 @@ def contract_of_plan(plan: Plan) -> Contract:
     has_static = plan.has_input_scale and all(form.name in plan.input_scaled for form in plan.layers_of_forms)
     row = plan.request.serving
     unknown = [name for name in SERVER if name != "input_scales" or not has_static]
+    if row is not None and recipe == row.weights:
+        recipe = row.loaded
     served: dict[str, Any] = {} if row is None else {name: getattr(row.contract, name) for name in OF_ENGINES}
     unknown = [name for name in unknown if name not in served]
     if plan.form is not None and (recipe is None or any(id not in RECIPES for _, id in patterns)):

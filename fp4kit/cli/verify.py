@@ -208,6 +208,7 @@ def _parity_body(found: Parity) -> dict[str, Any]:
     ]
     contracts = None if found.contracts is None else asdict(found.contracts)
     facts = {name: getattr(found, name) for name in ("equal", "verdict", "sampled", "missing", "exclusions", "notes")}
+    facts["uncompared"] = found.uncompared
     return {**facts, "contracts": contracts, "layers": layers}
 
 

@@ -21,7 +21,7 @@ from fp4kit.contract import compare_layer, faults
 from fp4kit.contract import sides as side_rows
 from fp4kit.contract.compare_layer import INPUTS_DIFFER, Kind, LayerParity, Parity, counted
 from fp4kit.contract.engines import FUSED, serving_of
-from fp4kit.contract.schema import Contract
+from fp4kit.contract.schema import Contract, only_decoding
 from fp4kit.contract.sides import (
     NO_CONTRACT,
     OP,
@@ -442,7 +442,9 @@ class _Check:
             zeros = None if served["container"] is None else side_rows.as_zeros(found, one, x)
             return zeros or found
         if isinstance(whole, Quantized):
-            whole = side_rows.as_loaded(replace(whole, recipe=side.decoding(whole.recipe)))
+            decodes = recipe is not None and recipe != whole.recipe and only_decoding(recipe, whole.recipe)
+            r = side.decoding(recipe if recipe is not None and decodes else whole.recipe)
+            whole = side_rows.as_loaded(replace(whole, recipe=r))
         part = rows_of(whole, rows)
         if isinstance(whole, RowReader):
             if isinstance(part, Quantized):

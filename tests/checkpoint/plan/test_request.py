@@ -139,4 +139,4 @@ def test_every_engine_that_loads_checkpoints_gets_its_container(tmp_path: Path) 
         contract = contract_of_plan(plan)
         for name in ("activations", "input_scales", "served_dtype", "unit", "container"):
             assert getattr(contract, name) == getattr(row.contract, name), name
-        assert contract.weights == row.weights
+        assert contract.weights == row.loaded
