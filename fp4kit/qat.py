@@ -151,6 +151,7 @@ class QatPlan:
         note: why there is no format; "" if there is one.
         served_dtype: the dtype to which the values are rounded; None for that of each parameter.
         warns_of_float32: True if values of float32 parameters are trained, which loaders round to 16 bits.
+        of_stacks: the recipe of stacks of experts, if an engine decodes them by another rule; otherwise None.
     """
 
     recipe: Recipe
@@ -160,6 +161,7 @@ class QatPlan:
     note: str = field(default="", repr=False)
     served_dtype: str | None = None
     warns_of_float32: bool = False
+    of_stacks: Recipe | None = None
 
     @property
     def selected(self) -> list[TrainedWeight]:
@@ -170,6 +172,10 @@ class QatPlan:
     def names(self) -> list[str]:
         """The names of the parameters to fake-quantize."""
         return [row.name for row in self.selected]
+
+    def recipe_of(self, row: TrainedWeight) -> Recipe:
+        """Return the recipe that gives the served values of a parameter."""
+        return self.recipe if self.of_stacks is None or row.kind != "stack" else self.of_stacks
 
     def members(self, row: TrainedWeight) -> list[TrainedWeight]:
         """Return the parameters that share a tensor amax with a fake-quantized one, itself included."""
@@ -205,7 +211,10 @@ def make_plan(choice: QatChoice, weights: Sequence[TrainedWeight]) -> QatPlan:
     stored, format = (choice.recipe, "") if form is None else (as_stored(choice.recipe, form.divides), form.format)
     if rules.DECODE_RULES[stored.decode_rule].loader and choice.served_dtype is not None:
         stored = decoding(stored, choice.served_dtype)
-    return QatPlan(stored, format, tuple(rows), shares, note, choice.served_dtype, rounded)
+    of_stacks = None  # transformers decodes experts with the stored scales, whatever it does with linear layers
+    if choice.serving is not None and choice.serving.decode_rule and form is not None:
+        of_stacks = as_stored(choice.serving.weights, form.divides)
+    return QatPlan(stored, format, tuple(rows), shares, note, choice.served_dtype, rounded, of_stacks)
 
 
 def _form_for(choice: QatChoice) -> tuple[Container | None, str]:

@@ -37,7 +37,8 @@ class Serving:
         container: the container of the checkpoints that it loads; "" if it quantizes unquantized weights itself.
         weights: the recipe of the weights. A checkpoint that another recipe made is decoded alike if it has the same
             container.
-        decode_rule: how the weights are decoded, if not as the loaders of the container usually do; otherwise "".
+        decode_rule: how the weights of linear layers are decoded, if not as the loaders of the container usually do;
+            otherwise "". Stacks of experts are decoded as usual.
         served_dtype: the dtype to which weights are decoded; None for that of the model.
         activations: the recipe of the inputs; None if they stay unquantized.
         input_scales: "static" if the tensor scale of inputs is stored in the checkpoint, "dynamic" if each call
@@ -81,6 +82,11 @@ class Serving:
         return replace(self.weights, id=f"{self.weights.id}-{rule}", decode_rule=rule) if rule else self.weights
 
     @property
+    def patterns(self) -> tuple[tuple[str, Recipe], ...]:
+        """The recipe of experts, if they are decoded by another rule than linear layers, as patterns of a Contract."""
+        return (("*.experts.*", self.weights),) if self.decode_rule else ()
+
+    @property
     def shares_amax(self) -> bool:
         """True if fused layers share one tensor amax, as in checkpoints of `fp4kit convert`."""
         return bool(self.container) and self.weights.tensor_scaling == "tensor"
@@ -90,13 +96,14 @@ class Serving:
         """The row as a Contract, in which the settings that belong to a checkpoint are unknown."""
         return Contract(
             weights=self.loaded,
+            patterns=self.patterns,
             shared_amax=FUSED if self.shares_amax else (),
             activations=self.activations,
             input_scales=self.input_scales,
             served_dtype=self.served_dtype,
             unit=None if self.product == TORCH else UNITS[self.product],
             container=self.container or None,
-            unknown=OF_CHECKPOINTS,
+            unknown=tuple(name for name in OF_CHECKPOINTS if name != "patterns" or not self.patterns),
         )
 
     def __str__(self) -> str:
@@ -226,6 +233,18 @@ mxfp8-w8a16 | ct-mxfp8 | mxfp8-compressed-tensors | bfloat16 |
         """
 nvfp4-w4a4 | mo-nvfp4 | nvfp4-modelopt | | nvfp4-flashinfer-static, static
 nvfp4-w4a4-token | | nvfp4-sglang-online | | nvfp4-flashinfer-token
+""",
+    ),
+    _Engine(
+        "TensorRT-LLM",
+        "its public kernels/quantization.cuh",
+        "",
+        "cuda",
+        "sm100",
+        "derived derived",
+        f"{_ON_CARD}; blocks whose scale underflows were not examined",
+        """
+nvfp4-w4a4 | mo-nvfp4 | nvfp4-modelopt | | nvfp4-flashinfer-static, static
 """,
     ),
     _Engine(

@@ -96,7 +96,7 @@ class ServedParams:
             amax = jax.numpy.where(amax == 0, 1, amax)  # zeros have no usable scale; they stay zeros
         with naming(row.name):
             values = fake_quantize(
-                w, self.plan.recipe, axis=row.axis, tensor_amax=amax, pass_through=self._pass_through
+                w, self.plan.recipe_of(row), axis=row.axis, tensor_amax=amax, pass_through=self._pass_through
             )
         served = self.plan.served_dtype
         return values if served in (None, str(values.dtype)) else _rounded(values, served)

@@ -24,7 +24,7 @@ ft = pytest.importorskip("fp4kit.torch")
 TOKENS = torch.arange(48).reshape(2, 24) % 64
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 64, "head_dim": 32}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2}
-MOE = {"num_experts": 4, "moe_intermediate_size": 64, "num_experts_per_tok": 2}
+MOE = {"num_experts": 4, "moe_intermediate_size": 128, "num_experts_per_tok": 2}
 
 
 def model_of(kind: str, folder: Path, dtype: Any = torch.bfloat16, **sizes: Any) -> Any:
@@ -73,6 +73,7 @@ USUAL = [("Llama", "nvfp4-w4a4"), ("Qwen3Moe", "mxfp4-w4a16")]
 # transformers multiplies the experts of Qwen3-MoE without NVFP4's global scale, and rejects those of MXFP8
 # (fp4kit/checkpoint/loaders/support.py).
 REST = [(kind, scheme) for kind in ("Llama", "Qwen3") for scheme in OF_TRANSFORMERS if (kind, scheme) not in USUAL]
+REST += [("Qwen3Moe", scheme) for scheme in OF_TRANSFORMERS if scheme.startswith("fp8") or scheme == "mxfp4-w4a4"]
 
 
 def served_by_transformers(model: Any, folder: Path, scheme: str, **options: Any) -> Any:
