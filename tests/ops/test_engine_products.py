@@ -158,6 +158,33 @@ def test_installed_mlx(format) -> None:
                 check(x, w, "mlx-cpu", mlx_product(x, w, format))
 
 
+@on_x86
+@pytest.mark.parametrize("format", ["nvfp4", "mxfp8"])
+def test_qqmm_of_the_installed_mlx(format) -> None:
+    """mx.qqmm quantizes one row of inputs first, NVFP4 to nearest even, where mx.quantize takes the lower code."""
+    mx = pytest.importorskip("mlx.core")
+    rng, recipe = np.random.default_rng(0), f"{format}-mlx-cpu"
+    inputs = fp4kit.recipe(recipe)
+    inputs = replace(inputs, id="qqmm", rounding="rn") if format == "nvfp4" else inputs
+    differs = 0
+    for _ in range(60):
+        w = fp4kit.quantize(rng.standard_normal((32, 128), np.float32), recipe)
+        x = rng.standard_normal((1, 128)) * 2.0 ** rng.integers(-3, 3)
+        x[:, ::3] = rng.integers(-24, 25, x[:, ::3].shape) / 4  # ties
+        for dtype, name in ((np.float32, "float32"), (np.float16, "float16"), (ml_dtypes.bfloat16, "bfloat16")):
+            row = x.astype(dtype)
+            given = mx.array(row.astype(np.float32)).astype(getattr(mx, name))
+            parts = mx.array(w.packed.view(np.uint32)), mx.array(w.block_scale)
+            sizes = {"group_size": w.recipe.block_size, "bits": w.recipe.element.bits, "mode": format}
+            with mx.stream(mx.cpu):
+                expected = np.array(mx.qqmm(given, *parts, **sizes).astype(mx.float32))
+            found = fp4kit.matmul(fp4kit.fake_quantize(row, inputs), w, unit="mlx-cpu")
+            assert_same_bits(np.asarray(found), expected)
+            plain = fp4kit.matmul(fp4kit.fake_quantize(row, recipe), w, unit="mlx-cpu")
+            differs += not np.array_equal(plain, expected)
+    assert (differs > 0) == (format == "nvfp4")
+
+
 class Ggml:
     """The functions of llama.cpp in the installed xllamacpp, called by their C names."""
 
