@@ -189,24 +189,25 @@ def _families_alike(container: str) -> list[list[str]]:
     return [families for cells, families in groups.items() if any(each.how or each.note for each in cells)]
 
 
-ENGINE_COLUMNS = ("engine", "scheme", "weights", "decoded to", "activations", "input scales", "product", "evidence")
+ENGINE_COLUMNS = "engine scheme weights decoded activations product evidence loads".split()
 
 
 def engines() -> str:
     """Return the table of what engines compute, and below it what each promise needs."""
     rows, needs = [], defaultdict(list)
     for row in fp4kit.servings():
-        form = f" in {row.container}" if row.container else ", quantized by the engine"
-        evidence = (
-            row.evidence if row.evidence == row.product_evidence else f"{row.evidence}; product {row.product_evidence}"
-        )
         name = f"{row.engine}{f', {row.route}' if row.route else ''}"
-        inputs = "-" if row.activations is None else f"`{row.activations.id}`"
+        weights = f"`{row.weights.id}`" + (f" in {row.container}" if row.container else ", quantized by the engine")
+        rule = f", by `{row.decode_rule}`" if row.decode_rule else ""
+        decoded = f"to {row.served_dtype or 'the dtype of the model'}{rule}"
+        scales = f", {row.input_scales}" if row.input_scales else ""
+        inputs = "-" if row.activations is None else f"`{row.activations.id}`{scales}"
         product = "in PyTorch" if row.product == "torch" else f"`{row.product}`"
-        dtype = row.served_dtype or "that of the model"
-        rows.append(
-            (name, row.scheme, f"`{row.weights.id}`{form}", dtype, inputs, row.input_scales or "-", product, evidence)
-        )
+        of_product = "" if row.evidence == row.product_evidence else f"; product {row.product_evidence}"
+        known = row.container in LOADED and row.engine in VERSIONS
+        cells = {one: support.cell(row.container, one, row.engine) for one in support.FAMILIES if known}
+        loads = ", ".join(one for one, cell in cells.items() if cell.status == "loads")
+        rows.append((name, row.scheme, weights, decoded, inputs, product, row.evidence + of_product, loads))
         needs[row.needs].append(f"{name} {row.version} ({'CPU' if row.device == 'cpu' else 'GPU'})")
     below = [f"- {', '.join(dict.fromkeys(names))}: {text}." for text, names in needs.items()]
     return markdown(ENGINE_COLUMNS, rows) + "\n\n" + "\n".join(below) + "\n"
