@@ -58,7 +58,7 @@ def contract_of_plan(plan: Plan) -> Contract:
     row = plan.request.serving
     unknown = [name for name in SERVER if name != "input_scales" or not has_static]
     if row is not None and recipe == row.weights:
-        recipe, patterns = row.loaded, [*patterns, *((pattern, one.id) for pattern, one in row.patterns)]
+        recipe, patterns = row.loaded, [*patterns, *([pattern, one.id] for pattern, one in row.patterns)]
     served: dict[str, Any] = {} if row is None else {name: getattr(row.contract, name) for name in OF_ENGINES}
     unknown = [name for name in unknown if name not in served]
     if plan.form is not None and (recipe is None or any(id not in RECIPES for _, id in patterns)):
