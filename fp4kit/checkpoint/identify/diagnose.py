@@ -674,7 +674,7 @@ def _likeness(layer: Fp8Layer, x: np.ndarray) -> tuple[float, float, float]:
     # have the sign of the source).
     rows = min(len(x), _MOST_ROWS)
     with np.errstate(all="ignore"):
-        values = (E4M3.values[layer.codes] * layer.spread())[:rows].astype(np.float64)
+        values = (layer.element.values[layer.codes] * layer.spread())[:rows].astype(np.float64)
         wanted = x[:rows].astype(np.float64)
         signs = (np.signbit(values) == np.signbit(wanted))[values != 0]
         a, b = values - values.mean(), wanted - wanted.mean()

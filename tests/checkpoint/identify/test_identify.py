@@ -21,14 +21,14 @@ from identified import identify_layers
 import fp4kit
 from fp4kit.checkpoint import Options, convert
 from fp4kit.checkpoint.identify.corruptions import StoredLayer
-from fp4kit.checkpoint.identify.diagnose import Fp8Layer, explain_fp8
+from fp4kit.checkpoint.identify.diagnose import NEAR, Fp8Layer, explain_fp8
 from fp4kit.checkpoint.identify.run import identify_checkpoint
 from fp4kit.checkpoint.identify.verdicts import MAX_FAILURES, CheckpointVerdict, LayerPair
 from fp4kit.checkpoint.model.transforms import canonical
 from fp4kit.checkpoint.plan.scale_search import ScaleSearch
 from fp4kit.checkpoint.verify.compare import compare_checkpoints
 from fp4kit.cli import main
-from fp4kit.formats import E4M3
+from fp4kit.formats import E4M3, E5M2, ElementFormat
 from fp4kit.layouts import swizzle_scales
 from fp4kit.ops.identify import candidates_of
 from fp4kit.recipes import RECIPES
@@ -341,6 +341,16 @@ def test_one_changed_code_or_scale_is_not_explained(scaling: str) -> None:
     layer.codes[100, 200] ^= 1
     layer.scales[0, 0] *= np.float32(1.5)
     assert not explain_fp8(layer, x).explained
+
+
+@pytest.mark.parametrize("element", [E4M3, E5M2], ids=lambda element: element.name)
+def test_a_model_near_the_source_is_called_near(element: ElementFormat) -> None:
+    x = weight()
+    other = (x * (1 + 0.02 * np.random.default_rng(3).standard_normal(x.shape))).astype(np.float32)
+    scale = np.abs(other).max() / np.float32(element.max)
+    layer = Fp8Layer(encode(other / scale, element), scale.reshape(1, 1), "tensor", element=element)
+    found = explain_fp8(layer, x.astype(np.float32))
+    assert not found.explained and found.cause == NEAR and found.correlation > 0.99
 
 
 def test_the_amax_of_a_group_is_tried() -> None:
