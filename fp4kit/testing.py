@@ -5,6 +5,7 @@ The pytest plugin of fp4kit, with the option --fp4kit-engine, is in _fp4kit_pyte
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,9 @@ def assert_same_bits(
         AssertionError: a bit differs, the shapes differ, or a layer is on one side only.
         TypeError, ValueError, CheckpointError: the sides cannot be compared; see `parity`.
 
+    Warns:
+        UserWarning: all that was compared is equal, but only one side states its activations or input scales.
+
     Numerics:
         NaN equals NaN, and 0 differs from -0. Dtypes may differ: values are compared in the wider one, which is exact.
 
@@ -83,6 +87,9 @@ def assert_same_bits(
     found = parity(train, rollout, weights=weights, inputs=inputs, kv=kv, **limits, engine=engine, scheme=scheme)
     if not found:
         raise AssertionError(_message(found))
+    if found.uncompared:
+        advice = "give both sides a contract, or what states it, such as fp4kit.serving(engine, scheme)"
+        warnings.warn(f"assert_same_bits: {found.verdict}; {advice}", UserWarning, stacklevel=2)
 
 
 def _detached(side: Any) -> Any:

@@ -73,7 +73,9 @@ def test_an_unknown_engine_stops_the_run(pytester, engines):
 
 def test_engines_that_fp4kit_knows(pytester):
     pytester.makepyfile(USER)
-    pytester.runpytest_inprocess(*PLUGIN, "--fp4kit-engine", "vLLM:nvfp4-w4a4").assert_outcomes(passed=1)
+    result = pytester.runpytest_inprocess(*PLUGIN, "-W", "default", "--fp4kit-engine", "vLLM:nvfp4-w4a4")
+    result.assert_outcomes(passed=1, warnings=1)
+    result.stdout.fnmatch_lines(["*UserWarning: *equal in every bit; activations and input scales were not compared;*"])
     result = pytester.runpytest_inprocess(*PLUGIN, "--fp4kit-engine", "Transformer Engine:nvfp4-w4a4")
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(
