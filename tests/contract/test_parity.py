@@ -426,6 +426,9 @@ def test_errors_of_options():
         parity(BASE.stating(scale_search="mse"), BASE)
     with pytest.raises(TypeError, match="weights is a int; needs a path or a mapping"):
         parity(BASE, BASE, weights=3)
+    for given in ({"engine": "vLLM"}, {"scheme": "nvfp4-w4a4"}):
+        with pytest.raises((TypeError, ValueError), match=f"parity: .*{'scheme' if 'engine' in given else 'engine'}"):
+            parity(STORED, STORED, **given)
 
 
 def test_hadamard_transforms():
