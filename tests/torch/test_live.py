@@ -399,6 +399,21 @@ def test_faults_are_found_and_named(fault):
     assert all(text in layer.setting for layer in found.differing)
 
 
+GATED = {"g1_alphas": ("gate_proj", "up_proj"), "g2_alphas": ("down_proj",)}
+ALPHAS = [("ct", one, leaves) for one, leaves in GATED.items()]
+ALPHAS += [("modelopt", "g1_alphas", GATED["g1_alphas"][:1]), ("modelopt", "g1_alphas_up", ("up_proj",))]
+
+
+@pytest.mark.parametrize(("form", "alpha", "leaves"), [*ALPHAS, ("modelopt", "g2_alphas", GATED["g2_alphas"])])
+def test_stale_alphas_of_experts_are_named(form, alpha, leaves):
+    layers = of_layers(STORED["nvfp4"], expert_names(STORED["nvfp4"]))
+    experts = sglang_experts(STORED["nvfp4"], form)
+    getattr(experts, alpha).data[1] *= 2
+    found = fp4kit.parity(layers, engine(experts=experts)).differing
+    assert sorted(layer.name for layer in found) == [f"{E}.1.{leaf}" for leaf in leaves]
+    assert all("the engine computes with a stale alpha" in layer.setting for layer in found)
+
+
 def test_faults_are_found_against_the_weights_of_a_trainer():
     contract = fp4kit.Contract(RECIPE["nvfp4"], shared_amax=[tuple(WIDTHS), ("gate_proj", "up_proj", "down_proj")])
     every = {name: torch.from_numpy(w) for name, w in weights().items()}
