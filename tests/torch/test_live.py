@@ -208,7 +208,12 @@ def sglang_experts(layers, form):
             held[f"{stem}_blockscale_swizzled"] = swizzled
     if up_first:
         held["g1_alphas_up"] = held["g1_alphas"].clone()
-    names = {"num_local_experts": EXPERTS, "num_experts": EXPERTS, "intermediate_size_per_partition": INNER}
+    names = {
+        "num_local_experts": EXPERTS,
+        "num_experts": EXPERTS,
+        "intermediate_size_per_partition": INNER,
+        "moe_tp_size": 1,
+    }
     method = SimpleNamespace(load_up_proj_weight_first=up_first, enable_flashinfer_trtllm_moe=False)
     return module_of("FusedMoE", **held, quant_method=method, **names)
 
