@@ -27,7 +27,7 @@ OF_CHECKPOINTS = ("patterns", "excluded", "kv_cache", "kv_layout", "scale_search
 
 @dataclass(frozen=True)
 class Serving:
-    """What one engine computes in a quantized linear layer y = x w^T.
+    """The computation of a quantized linear layer y = x w^T in one engine.
 
     Attributes:
         engine, version: the name of the engine, and the version that was examined.

@@ -24,7 +24,7 @@ from fp4kit.storage.files import listed
 
 
 class Fault(NamedTuple):
-    """What is wrong with the bytes of a side, and at which step."""
+    """A fault in the bytes of a side, and the step at which it shows."""
 
     step: StepName
     text: str
@@ -325,7 +325,7 @@ def _stored(matrix: Matrix) -> list[np.ndarray]:
 
 @dataclass(frozen=True)
 class Seen:
-    """What is kept of a compared layer for comparisons with other layers, for (train, rollout) each.
+    """The parts of a compared layer that are kept for comparisons with other layers, one per side: (train, rollout).
 
     digests: hashes of the compared codes and block scales, or of the values. scales: tensor scales, None for others.
     plain: True if no side quantizes the layer. makers: the recipes that give the bytes of a side; None for unknown.

@@ -424,7 +424,7 @@ class Request:
 
     @property
     def serving(self) -> Serving | None:
-        """What the engine computes that will serve the model; None if the user names no engine."""
+        """The computation of the engine that will serve the model; None if the user names no engine."""
         if self.engine is None and self.scheme is None:
             return None
         if self.engine is None:
