@@ -49,7 +49,7 @@ from fp4kit.ops.transforms import hadamard, pack, random_signs, rotate, swizzle,
 from fp4kit.quantized.container import Quantized
 from fp4kit.quantized.slicing import allow_torch_load, moved_to, part_of, reduced, same_bits
 from fp4kit.recipes import Recipe, custom_recipe, recipe, recipes
-from fp4kit.units import DotAdd, FloorDotAdd, Unit, unit, units
+from fp4kit.units import DotAdd, FloorDotAdd, IntegerAdd, Unit, unit, units
 
 # Names that users may expect in this module: {name: end of the error message, which says where the name is}.
 _ELSEWHERE = {
@@ -187,6 +187,7 @@ __all__ = [
     "FloorDotAdd",
     "GroupedPlan",
     "Identification",
+    "IntegerAdd",
     "KVIdentification",
     "LayerParity",
     "MasterWeightsPlan",

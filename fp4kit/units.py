@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from difflib import get_close_matches
 from functools import lru_cache
 from typing import Any, Literal, get_args
@@ -25,18 +25,20 @@ class DotAdd:
 
     The terms of a step are C and the exact sums of groups of `group` products. All terms are aligned to the largest
     exponent among them, and each is truncated toward zero to fraction_bits fraction bits. Their sum is exact; it is
-    normalized and truncated toward zero to output_bits fraction bits.
+    normalized and truncated toward zero to output_bits fraction bits. Or, if output is "float16", it is rounded once to
+    float16, to nearest even.
 
     Args:
         k: number of products per step.
         fraction_bits: the number of fraction bits kept for each term after alignment to the largest exponent, 1 to 40.
-        output_bits: the number of fraction bits kept for the result, 1 to 23.
+        output_bits: the number of fraction bits kept for the result, 1 to 23; 10 if output is "float16".
         zero_exponent: the exponent of a term that is zero. The largest exponent is never below it.
-        group: number of products whose exact sum is one term. It is 1, or 16 for block-scaled FP4. k must be a multiple
-            of group.
+        group: number of products whose exact sum is one term. It is 1, or 4 or 16 for block-scaled FP4. k must be a
+            multiple of group.
+        output: the format of the sums, "float32" or "float16".
 
     Raises:
-        TypeError: a field is not an int.
+        TypeError: a field other than output is not an int.
         ValueError: a field is out of range, or k is not a multiple of group.
     """
 
@@ -45,6 +47,7 @@ class DotAdd:
     output_bits: int
     zero_exponent: int
     group: int = 1
+    output: Literal["float32", "float16"] = "float32"
 
     def __post_init__(self) -> None:
         limits = {
@@ -57,6 +60,34 @@ class DotAdd:
         _check_ints(self, limits)
         if self.k % self.group:
             raise ValueError(f"DotAdd: k is {self.k} and group {self.group}; needs k to be a multiple of group")
+        if self.output not in ("float32", "float16") or (self.output == "float16" and self.output_bits != 10):
+            raise ValueError(
+                f"DotAdd: output is {self.output!r:.60} and output_bits {self.output_bits}; needs 'float32', or"
+                " 'float16' with 10 output_bits"
+            )
+
+
+@dataclass(frozen=True)
+class IntegerAdd:
+    """The arithmetic of one step (one instruction) on 8-bit integers, which adds k exact products to an int32 C.
+
+    Args:
+        k: number of products per step.
+        saturate: whether a sum outside of int32 becomes the nearest int32 after every step, as with the modifier
+            .satfinite of PTX. If it is False, sums wrap around.
+
+    Raises:
+        TypeError: k is not an int, or saturate not a bool.
+        ValueError: k is out of range.
+    """
+
+    k: int = 32
+    saturate: bool = False
+
+    def __post_init__(self) -> None:
+        _check_ints(self, {"k": (1, 128)})
+        if type(self.saturate) is not bool:
+            raise TypeError(f"IntegerAdd: saturate is {self.saturate!r:.60}; needs a bool")
 
 
 @dataclass(frozen=True)
@@ -129,11 +160,13 @@ class Unit:
         id: a nonempty name, such as "sm90".
         float16, bfloat16: the step (a DotAdd or FloorDotAdd) for two operands of that dtype. This and the other steps
             are None if the unit has no such instruction.
+        tf32: the step for two float32 operands, whose low 13 bits are dropped first: the format TF32.
         fp8: the step for E4M3 and E5M2 operands without block scales, in any pair.
         fp8_fnuz: the step for AMD's E4M3FNUZ and E5M2FNUZ operands, in any pair.
         fp6_fp4: the step for pairs of E4M3, E5M2, E2M3, E3M2 and E2M1 without block scales, of which at least one has 6
             or 4 bits.
         mx: the step for pairs of these five formats with E8M0 scales of 32 elements.
+        int8: the step for int8 and uint8 operands, in any pair, an IntegerAdd.
         fp4: the step for two E2M1 operands with E4M3 scales of 16 elements, or E8M0 scales of 16 or 32. If it is None,
             operands with E8M0 scales of 32 use `mx`.
         promote: None if one chain of steps covers all of K. Otherwise, each chain covers `promote` elements of K and
@@ -162,11 +195,13 @@ class Unit:
     id: str
     float16: DotAdd | FloorDotAdd | None = None
     bfloat16: DotAdd | FloorDotAdd | None = None
+    tf32: DotAdd | None = None
     fp8: DotAdd | FloorDotAdd | None = None
     fp8_fnuz: DotAdd | FloorDotAdd | None = None
     fp6_fp4: DotAdd | FloorDotAdd | None = None
     mx: DotAdd | None = None
     fp4: DotAdd | None = None
+    int8: IntegerAdd | None = None
     promote: int | None = None
     fp8_as: Literal["float16"] | None = None
     order: Order | None = None
@@ -202,23 +237,27 @@ class Unit:
     def _check_step(self, kind: str, step: Any) -> None:
         """Raise an error unless the unit can have `step`, not None, for the kind of operands `kind`, one of KINDS.
 
-        The error is TypeError unless the step is a DotAdd or, for kinds other than "mx" and "fp4", a FloorDotAdd. It is
-        ValueError in these cases:
+        The error is TypeError if the step has another type than _STEP_TYPES says, and ValueError in these cases:
 
-        - group is not 16 for "fp4", or not 1 for another kind
+        - group is neither 4 nor 16 for "fp4", or not 1 for another kind
+        - output is "float16" for a kind other than those of _HALF_SUMS
         - k is not a multiple of 32, for "mx" and "fp4"
         - promote is neither None nor a positive multiple of k
         """
-        if type(step) is not DotAdd and (type(step) is not FloorDotAdd or kind in ("mx", "fp4")):
-            needed = "a DotAdd" if kind in ("mx", "fp4") else "a DotAdd or a FloorDotAdd"
+        types = _STEP_TYPES.get(kind, (DotAdd, FloorDotAdd))
+        if type(step) not in types:
+            needed = " or ".join(f"{'an' if one is IntegerAdd else 'a'} {one.__name__}" for one in types)
             raise TypeError(f"Unit {self.id}: {kind} is {step!r:.60}; needs {needed}, or None")
-        group = step.group if type(step) is DotAdd else 1
-        if (group > 1) != (kind == "fp4"):
-            raise ValueError(f"Unit {self.id}: the step {kind} has group {group}; needs {16 if kind == 'fp4' else 1}")
-        if kind == "fp4" and (group != 16 or step.k % 32):
+        group = getattr(step, "group", 1)
+        if kind == "fp4" and (group not in (4, 16) or step.k % 32):
             raise ValueError(
-                f"Unit {self.id}: the step fp4 has k {step.k} and group {group}; needs k a multiple of 32, and group 16"
+                f"Unit {self.id}: the step fp4 has k {step.k} and group {group}; needs k a multiple of 32, and group 4"
+                " or 16"
             )
+        if kind != "fp4" and group > 1:
+            raise ValueError(f"Unit {self.id}: the step {kind} has group {group}; needs 1")
+        if getattr(step, "output", "float32") == "float16" and kind not in _HALF_SUMS:
+            raise ValueError(f"Unit {self.id}: the step {kind} has float16 sums; only {', '.join(_HALF_SUMS)} can")
         if kind == "mx" and step.k % 32:
             raise ValueError(f"Unit {self.id}: the step mx has k {step.k}; needs a multiple of 32")
         if self.promote is not None and (type(self.promote) is not int or self.promote < 1 or self.promote % step.k):
@@ -235,19 +274,31 @@ class Unit:
         return {kind: getattr(self, kind) for kind in KINDS if getattr(self, kind) is not None}
 
 
-KINDS = ("float16", "bfloat16", "fp8", "fp8_fnuz", "fp6_fp4", "mx", "fp4")
+KINDS = ("float16", "bfloat16", "tf32", "fp8", "fp8_fnuz", "fp6_fp4", "mx", "fp4", "int8")
+_STEP_TYPES: dict[str, tuple[type, ...]] = {kind: (DotAdd,) for kind in ("tf32", "mx", "fp4")} | {"int8": (IntegerAdd,)}
+_HALF_SUMS = ("float16", "fp8", "fp6_fp4")
 
 _NO = "no; compared only with MMA-Sim, whose authors tested their model on this hardware"
 _PUBLISHED = "published sums of mma.sync"  # MATLAB-tensor-core, TACO 10.1145/3830409
 _HOPPER_16 = DotAdd(k=16, fraction_bits=25, output_bits=23, zero_exponent=-133)
+_HOPPER_TF32 = replace(_HOPPER_16, k=8)
 _AMPERE_16 = DotAdd(k=8, fraction_bits=24, output_bits=23, zero_exponent=-132)
-_BLACKWELL_8 = DotAdd(k=32, fraction_bits=25, output_bits=23, zero_exponent=-133)
+_AMPERE_TF32 = replace(_AMPERE_16, k=4)
+_ADA_8 = DotAdd(k=16, fraction_bits=13, output_bits=13, zero_exponent=-132)
+_VOLTA_16 = DotAdd(k=4, fraction_bits=23, output_bits=23, zero_exponent=-131)
+_BLACKWELL_8 = replace(_HOPPER_16, k=32)
 _CDNA3_16 = FloorDotAdd(k=8, fraction_bits=24, sum_bits=31)
 _CHECKED = {
     "mlx-cpu": "on an x86-64 CPU: mx.quantized_matmul of MLX 0.32.4",
     "ggml-avx2": "on an x86-64 CPU: vec_dot and ggml_mul_mat of llama.cpp (xllamacpp 2026.10.11549)",
     "ggml-avx2-repacked": "on an x86-64 CPU: ggml_mul_mat of llama.cpp (xllamacpp 2026.10.11549) with repacked weights",
 }
+
+
+def _half(step: DotAdd, zero_exponent: int) -> DotAdd:
+    """Return a step with float16 sums. Its zero_exponent is MMA-Sim's: no recorded sum depends on it."""
+    return replace(step, output_bits=10, zero_exponent=zero_exponent, output="float16")
+
 
 UNITS: Mapping[str, Unit] = {
     unit.id: unit
@@ -256,48 +307,84 @@ UNITS: Mapping[str, Unit] = {
             "sm100",
             float16=_HOPPER_16,
             bfloat16=_HOPPER_16,
+            tf32=_HOPPER_TF32,
             fp8=_BLACKWELL_8,
             fp6_fp4=_BLACKWELL_8,
             mx=_BLACKWELL_8,
             fp4=DotAdd(k=64, fraction_bits=35, output_bits=23, zero_exponent=-139, group=16),
-            checked=f"on a B200: 5,000 {_PUBLISHED} of float16 and bfloat16, and 51 published words of tcgen05.mma, of"
-            " all formats; more of FP8, MX and FP4 only with MMA-Sim",
+            int8=IntegerAdd(),
+            checked=f"on a B200: 7,500 {_PUBLISHED} of float16, bfloat16 and TF32, and 72 published words of"
+            " tcgen05.mma, of all formats; more of FP8, MX and FP4 only with MMA-Sim",
         ),
         Unit(
             "sm90",
             float16=_HOPPER_16,
             bfloat16=_HOPPER_16,
+            tf32=_HOPPER_TF32,
             fp8=DotAdd(k=32, fraction_bits=13, output_bits=13, zero_exponent=-133),
+            int8=IntegerAdd(),
             checked="on an H100: cuBLASLt's products of E4M3 with E4M3 and with E5M2 (fast accumulation, and slow"
-            " accumulation as promote=128), and mma.sync of bfloat16 and float16, also on an H200; 10,000 published"
-            " sums of E4M3 and of E5M2 on both",
+            " accumulation as promote=128), of float16, bfloat16 and int8, and of TF32 as promote=32 or 64; on an H200:"
+            " 30,720 recorded sums of mma.sync of float16, bfloat16 and TF32, and 16,384 of integers; 17,500"
+            f" {_PUBLISHED} on both",
         ),
         *(
-            Unit(id, float16=_HOPPER_16, bfloat16=_HOPPER_16, fp8_as="float16", checked=f"{checked} of E4M3 and E5M2")
+            Unit(
+                f"{id}-mma",
+                float16=_HOPPER_16,
+                bfloat16=_HOPPER_16,
+                tf32=_HOPPER_TF32,
+                fp8_as="float16",
+                int8=IntegerAdd(),
+                checked=f"{checked} of E4M3 and E5M2",
+            )
             for id, checked in (
-                ("sm90-mma", "on an H200: 30,720 recorded sums of mma.sync"),
-                ("sm100-mma", f"on a B200: 5,000 {_PUBLISHED}"),
+                ("sm90", "on an H200: 30,720 recorded sums of mma.sync"),
+                ("sm100", f"on a B200: 5,000 {_PUBLISHED}"),
             )
         ),
         Unit(
             "sm89",
             float16=_AMPERE_16,
             bfloat16=_AMPERE_16,
-            fp8=DotAdd(k=16, fraction_bits=13, output_bits=13, zero_exponent=-132),
-            checked=f"on an L40S and an RTX Ada: 20,000 {_PUBLISHED} of float16, bfloat16, E4M3 and E5M2",
+            tf32=_AMPERE_TF32,
+            fp8=_ADA_8,
+            int8=IntegerAdd(),
+            checked=f"on an L40S and an RTX Ada: 25,000 {_PUBLISHED} of float16, bfloat16, TF32, E4M3 and E5M2",
         ),
         Unit(
             "sm80",
             float16=_AMPERE_16,
             bfloat16=_AMPERE_16,
-            checked=f"on an A100 and an A2: 10,000 {_PUBLISHED}",
+            tf32=_AMPERE_TF32,
+            int8=IntegerAdd(),
+            checked=f"on an A100 and an A2: 15,000 {_PUBLISHED} of float16, bfloat16 and TF32",
         ),
         Unit("sm75", float16=_AMPERE_16, checked=_NO),
+        Unit("sm70", float16=_VOLTA_16, checked=f"on a V100: 2,500 {_PUBLISHED}"),
+        # Sums in float16.
         Unit(
-            "sm70",
-            float16=DotAdd(k=4, fraction_bits=23, output_bits=23, zero_exponent=-131),
-            checked=f"on a V100: 2,500 {_PUBLISHED}",
+            "sm100-f16",
+            float16=_half(_HOPPER_16, -21),
+            fp8=_half(_BLACKWELL_8, -21),
+            fp6_fp4=_half(_BLACKWELL_8, -21),
+            checked="no; only NaN: two published words of tcgen05.mma on a B200",
         ),
+        *(
+            Unit(f"{id}-f16", float16=_half(_HOPPER_16, -21), fp8_as="float16", checked=checked)
+            for id, checked in (
+                ("sm90-mma", f"on an H200: 30,720 recorded sums of mma.sync; on it and an H100: 15,000 {_PUBLISHED}"),
+                ("sm100-mma", f"on a B200: 7,500 {_PUBLISHED}"),
+            )
+        ),
+        Unit(
+            "sm89-f16",
+            float16=_half(_AMPERE_16, -20),
+            fp8=_half(_ADA_8, -20),
+            checked=f"on an RTX Ada, and for float16 on an L40S: 10,000 {_PUBLISHED}",
+        ),
+        Unit("sm80-f16", float16=_half(_AMPERE_16, -20), checked=f"on an A100 and an A2: 5,000 {_PUBLISHED}"),
+        Unit("sm70-f16", float16=_half(_VOLTA_16, -19), checked=f"on a V100: 2,500 {_PUBLISHED}"),
         Unit(
             "cdna3",
             float16=_CDNA3_16,
@@ -370,14 +457,15 @@ def to_spec(u: Unit) -> str:
 def from_spec(spec: str) -> Unit:
     """Return the Unit that a string describes: a string made by to_spec, or the id of a unit that units() lists.
 
-    Raise KeyError if no unit has the id. JSON must have been made by to_spec, with every field.
+    Raise KeyError if no unit has the id. JSON must have been made by to_spec; a field that it lacks
+    has its default.
     """
     if not spec.startswith("{"):
         return UNITS[spec]
     fields = json.loads(spec)
     for kind in KINDS:
-        if fields[kind] is not None:
-            fields[kind] = (DotAdd if "output_bits" in fields[kind] else FloorDotAdd)(**fields[kind])
+        if step := fields.get(kind):
+            fields[kind] = (FloorDotAdd if "sum_bits" in step else IntegerAdd if "saturate" in step else DotAdd)(**step)
     return Unit(**fields)
 
 

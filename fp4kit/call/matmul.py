@@ -20,7 +20,7 @@ from fp4kit.formats import E8M0, FLOATS, MXFP4, MXFP8_E4M3, NVFP4, BlockFormat, 
 from fp4kit.quantized.container import Quantized
 from fp4kit.recipes import Recipe
 from fp4kit.reference.dequantize import gguf_scales
-from fp4kit.units import ENGINE_ORDERS, ORDERS, DotAdd, FloorDotAdd, Unit, unit_of
+from fp4kit.units import ENGINE_ORDERS, ORDERS, DotAdd, FloorDotAdd, IntegerAdd, Unit, unit_of
 
 _ARRAY_ELEMENTS = {  # dtypes of plain operands, by name -> the name of the element format
     "float16": "float16",
@@ -29,10 +29,18 @@ _ARRAY_ELEMENTS = {  # dtypes of plain operands, by name -> the name of the elem
     "float8_e5m2": "E5M2",
     "float8_e4m3fnuz": "E4M3FNUZ",
     "float8_e5m2fnuz": "E5M2FNUZ",
+    "float6_e2m3fn": "E2M3",
+    "float6_e3m2fn": "E3M2",
+    "float4_e2m1fn": "E2M1",
+    "float32": "tf32",
+    "int8": "int8",
+    "uint8": "uint8",
 }
+_TF32_BITS = 0xFFFFE000  # the bits of a float32 that a matrix unit reads
+INTEGERS = ("int8", "uint8")
 # How engines add the products of a step; the enum Adder of cuda/kernels/rules/matmul_terms.cuh says what each does.
 ADDERS = (
-    *("truncate", "truncate_groups", "floor", "exact", "float64", "float32_blocks", "float32"),
+    *("truncate", "truncate_to_half", "truncate_groups", "floor", "exact", "float64", "float32_blocks", "float32"),
     *("mlx_cpu", "ggml_avx2", "ggml_avx2_repacked"),
 )
 _OF_ORDER = {order: order.replace("-", "_") for order in ORDERS} | {"dequantized": "float32"}
@@ -50,9 +58,9 @@ class Operand(NamedTuple):
     """One operand of a matrix product in the form that engines need: rows of codes along K, contiguous.
 
     Attributes:
-        codes: uint8 (batch, rows, K), or (batch, rows, K/2) for E2M1, whose codes are packed two per byte. For float32,
-            float16 and bfloat16, the bits of the numbers, uint32 or uint16 (batch, rows, K).
-        element: the name of the element format: "E2M1", "E4M3", "bfloat16", ...
+        codes: uint8 (batch, rows, K), or (batch, rows, K/2) for E2M1, whose codes are packed two per byte. For 16-bit
+            floats and float32, the bits of the numbers, uint16 or uint32 (batch, rows, K); for TF32 without the low 13.
+        element: the name of the element format: "E2M1", "E4M3", "bfloat16", "tf32", "int8", ...
         scales: the bits of the block scales in the linear layout, uint8 (batch, rows, K / block), contiguous like the
             codes; None without block scales.
         scale: the ElementFormat of the block scales, E4M3 or E8M0; None without block scales.
@@ -94,23 +102,25 @@ class MatmulCall(NamedTuple):
     Attributes:
         a, b: the operands, with M and N rows per matrix. If one operand has a batch of 1, its only matrix is multiplied
             with every matrix of the other.
-        c: float32 (batch, M, N), the initial values of the sums; None for zeros.
+        c: float32 (batch, M, N), or int32 for integers: the initial values of the sums; None for zeros.
         unit: the Unit.
-        step: the description of the unit's instruction for these operands (DotAdd or FloorDotAdd); None if the unit
-            adds in a stated order instead.
+        step: the description of the unit's instruction for these operands; None if the unit adds in a stated order
+            instead.
         out_dtype: dtype of the result.
         out: the array (batch, M, N) for the result, contiguous; None to allocate it.
         on_device: whether the arrays are CuPy arrays.
+        in_turn: whether sums are multiplied by the factor of b and then by that of a, instead of by their product.
     """
 
     a: Operand
     b: Operand
     c: Any
     unit: Unit
-    step: DotAdd | FloorDotAdd | None
+    step: DotAdd | FloorDotAdd | IntegerAdd | None
     out_dtype: np.dtype
     out: Any
     on_device: bool
+    in_turn: bool = False
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -128,7 +138,8 @@ class Addition(NamedTuple):
         adder: a name from ADDERS, the ways of adding that engines implement.
         step: elements of K per step.
         promote: elements of K per chain, as Unit.promote; 0 if one chain covers all of K.
-        fraction_bits, zero_exponent: as in DotAdd and FloorDotAdd.
+        fraction_bits, zero_exponent, group: as in DotAdd and FloorDotAdd.
+        in_turn: as in MatmulCall, for every adder.
         output_bits: DotAdd.output_bits, or FloorDotAdd.sum_bits.
         sums, c_vanishes: as in FloorDotAdd.
     """
@@ -141,19 +152,43 @@ class Addition(NamedTuple):
     zero_exponent: int = 0
     sums: int = 1
     c_vanishes: int = 0
+    group: int = 16
+    in_turn: int = 0
 
 
 def addition_of(call: MatmulCall) -> Addition:
     """Return how an engine adds the products of elements in a call, as its step or the unit's order says."""
+    return _addition(call)._replace(in_turn=int(call.in_turn))
+
+
+def _addition(call: MatmulCall) -> Addition:
     step, promote = call.step, call.unit.promote or 0
     if isinstance(step, DotAdd):
-        adder = "truncate_groups" if step.group > 1 else "truncate"
-        return Addition(adder, step.k, promote, step.fraction_bits, step.output_bits, step.zero_exponent)
+        one = "truncate" if step.output == "float32" else "truncate_to_half"
+        facts = (step.k, promote, step.fraction_bits, step.output_bits, step.zero_exponent)
+        return Addition(one, *facts) if step.group == 1 else Addition("truncate_groups", *facts, group=step.group)
     if isinstance(step, FloorDotAdd):
         facts = (step.fraction_bits, step.sum_bits, step.zero_exponent, step.sums, int(step.c_vanishes))
         return Addition("floor", step.k, promote, *facts)
     adder = _OF_ORDER[str(call.unit.order)]
     return Addition(adder, call.a.block if adder == "float32_blocks" else 1)
+
+
+def multiply_integers(call: MatmulCall, out: Any) -> None:
+    """Store in `out` the product of a call whose step is an IntegerAdd, by the matrix product of NumPy or CuPy.
+
+    Sums of float64 are exact: |product| <= 2^16, and K is less than 2^36.
+    """
+    library, step = _library(call.a.codes), call.step
+    assert isinstance(step, IntegerAdd)
+    a, b = (x.codes.view(x.element).astype(np.float64) for x in (call.a, call.b))
+    total = library.zeros(call.shape, np.int64) if call.c is None else call.c.astype(np.int64)
+    count = step.k if step.saturate else max(call.a.k, 1)
+    for start in range(0, call.a.k, count):
+        total += (a[..., start : start + count] @ b[..., start : start + count].swapaxes(-1, -2)).astype(np.int64)
+        if step.saturate:
+            library.clip(total, -(2**31), 2**31 - 1, out=total)
+    out[...] = total.astype(np.int32)  # wraps
 
 
 class Decoding(NamedTuple):
@@ -173,11 +208,11 @@ class Decoding(NamedTuple):
 def decoding_of(element: str) -> Decoding:
     """Return the Decoding of the element format with the name `element`, such as "E2M1" or "bfloat16".
 
-    For float32, which has too many codes for a table, `values` is empty.
+    For float32 and TF32, which have too many codes for a table, `values` is empty.
     """
-    if element == "float32":
+    if element in ("float32", "tf32"):
         return Decoding(np.empty(0), -126)
-    if element not in _ARRAY_ELEMENTS.values():
+    if element in _FP8 | _FP6_FP4:
         found: ElementFormat = getattr(formats, element)
         return Decoding(found.values.astype(np.float64), found.emin)
     name = next(name for name, own in _ARRAY_ELEMENTS.items() if own == element)
@@ -208,11 +243,11 @@ def matmul_call(a: Any, b: Any, unit: Any, out_dtype: Any, alpha: Any, c: Any) -
     shape.
     """
     op = "matmul"
-    u, dtype = unit_of(op, unit), output_dtype(op, out_dtype)
+    u = unit_of(op, unit)
     arrays = {"a": getattr(a, "packed", a), "b": getattr(b, "packed", b)} | ({} if c is None else {"c": c})
     if {type(array) for array in arrays.values()} != {np.ndarray}:
         check_one_device(op, **arrays)
-    call = _product(op, operand(op, "a", a, u), operand(op, "b", b, u), u, dtype, alpha)
+    call = _product(op, operand(op, "a", a, u), operand(op, "b", b, u), u, out_dtype, alpha)
     (*lead, M), (*lead_b, N) = (x.codes.shape[:-1] for x in (call.a, call.b))
     if lead and lead_b and lead != lead_b:
         raise ValueError(
@@ -222,18 +257,25 @@ def matmul_call(a: Any, b: Any, unit: Any, out_dtype: Any, alpha: Any, c: Any) -
     # A stack times one matrix is a product with more rows.
     left = call.a.reshaped(prod(lead), M) if lead_b and lead else call.a.reshaped(1, prod(lead) * M)
     call, shape = call._replace(a=left, b=call.b.reshaped(prod(lead_b), N)), (*(lead or lead_b), M, N)
-    return call if c is None else call._replace(c=first_sums(op, "c", c, shape, u).reshape(call.shape)), shape
+    return call if c is None else call._replace(
+        c=first_sums(op, "c", c, shape, u, call.step).reshape(call.shape)
+    ), shape
 
 
-def output_dtype(op: str, out_dtype: Any) -> np.dtype:
-    """Return the argument out_dtype as a NumPy dtype. Raise TypeError unless it is float32, float16 or bfloat16."""
+def output_dtype(op: str, out_dtype: Any, of_integers: bool = False) -> np.dtype:
+    """Return the argument out_dtype as a NumPy dtype. Raise TypeError unless it is float32, float16 or bfloat16.
+
+    For products of integers, it must be int32.
+    """
+    allowed: tuple[np.dtype, ...] = (np.dtype(np.int32),) if of_integers else FLOATS
     dtype = np.dtype(out_dtype) if isinstance(out_dtype, (type, np.dtype)) else numpy_dtype(op, out_dtype)
-    if dtype not in FLOATS:
-        raise TypeError(f"{op}: out_dtype is {dtype}; needs float32, float16 or bfloat16")
+    if dtype not in allowed:
+        needed = "int32 for operands of integers" if of_integers else "float32, float16 or bfloat16"
+        raise TypeError(f"{op}: out_dtype is {dtype}; needs {needed}")
     return dtype
 
 
-def _product(op: str, a: Operand, b: Operand, u: Unit, dtype: np.dtype, alpha: Any) -> MatmulCall:
+def _product(op: str, a: Operand, b: Operand, u: Unit, out_dtype: Any, alpha: Any) -> MatmulCall:
     """Return the MatmulCall of a times b transposed. If alpha is given, it takes the place of the tensor scales."""
     if a.k != b.k:
         raise ValueError(
@@ -241,18 +283,48 @@ def _product(op: str, a: Operand, b: Operand, u: Unit, dtype: np.dtype, alpha: A
             f" array and the quantized axis of a Quantized, so {b.name} is (..., N, K)"
         )
     step = step_of(op, u, a, b)
+    of_integers = isinstance(step, IntegerAdd)
+    if out_dtype is None:
+        out_dtype = np.int32 if of_integers else np.float32
+    dtype = output_dtype(op, out_dtype, of_integers)
+    if of_integers and alpha is not None:
+        raise TypeError(f"{op}: alpha is {alpha!r:.60}; needs None for products of integers")
     if u.fp8_as and a.element in _FP8:
         a, b = _as_float16(a), _as_float16(b)
         u = replace(u, bfloat16=None, fp8_as=None, promote=_FP8_CHAIN)
     if u.order in ENGINE_ORDERS:
         _check_engine(op, u, a, b, alpha)
-    if alpha is not None:
+    in_turn = isinstance(alpha, tuple)
+    if in_turn:
+        a, b = _with_factors(op, a, b, alpha)
+    elif alpha is not None:
         try:
             number = np.float32(float(alpha))
         except (TypeError, ValueError):
-            raise TypeError(f"{op}: alpha is {alpha!r:.60}; needs a number, or None for the tensor scales") from None
+            raise TypeError(
+                f"{op}: alpha is {alpha!r:.60}; needs a number, a tuple of two arrays, or None for the tensor scales"
+            ) from None
         a, b = a._replace(factor=_library(a.codes).full(a.codes.shape[:-1], number)), b._replace(factor=None)
-    return MatmulCall(a, b, None, u, step, dtype, None, not isinstance(a.codes, np.ndarray))
+    return MatmulCall(a, b, None, u, step, dtype, None, not isinstance(a.codes, np.ndarray), in_turn)
+
+
+def _with_factors(op: str, a: Operand, b: Operand, alpha: tuple[Any, ...]) -> list[Operand]:
+    """Return the operands with the factors of their rows that the argument alpha, a pair of arrays, gives."""
+    if len(alpha) != 2:
+        raise ValueError(
+            f"{op}: alpha has {len(alpha)} entries; needs two arrays, for the rows of {a.name} and {b.name}"
+        )
+    found = []
+    for i, (x, own) in enumerate(zip((a, b), alpha, strict=True)):
+        (factor,) = import_arrays(op, **{f"alpha[{i}]": own})
+        rows = x.codes.shape[:-1]
+        if factor.dtype != np.float32:
+            raise TypeError(f"{op}: alpha[{i}] is {factor.dtype}; needs float32")
+        if factor.shape not in ((), rows[-1:], rows):
+            raise ValueError(f"{op}: alpha[{i}] has shape {factor.shape}; needs {rows[-1:]}, the rows of {x.name}")
+        check_one_device(op, **{x.name: x.codes, f"alpha[{i}]": factor})
+        found.append(x._replace(factor=_library(x.codes).broadcast_to(factor, rows)))
+    return found
 
 
 _FP8_CHAIN = 32  # the elements of K of an FP8 instruction
@@ -295,16 +367,21 @@ def _library(a: Any) -> Any:
     return np if isinstance(a, np.ndarray) else sys.modules["cupy"]
 
 
-def first_sums(op: str, name: str, c: Any, shape: tuple[int, ...], u: Unit) -> Any:
-    """Return c, the array whose values the sums begin with, as a contiguous float32 NumPy or CuPy array."""
+def first_sums(
+    op: str, name: str, c: Any, shape: tuple[int, ...], u: Unit, step: DotAdd | FloorDotAdd | IntegerAdd | None
+) -> Any:
+    """Return c, the array whose values the sums begin with, as a contiguous float32 or int32 NumPy or CuPy array."""
     if u.order in ENGINE_ORDERS:
         raise ValueError(f"{op}: {name} is given; needs None for {u.id}, whose sums begin with zero")
     (c,) = import_arrays(op, **{name: c})
-    if c.dtype not in FLOATS:
-        raise TypeError(f"{op}: {name} is {c.dtype}; needs float32, float16 or bfloat16")
+    of_integers, own = isinstance(step, IntegerAdd), getattr(step, "output", "float32") == "float16"
+    allowed = ("int32",) if of_integers else ("float16",) if own else ("float32", "float16", "bfloat16")
+    if c.dtype.name not in allowed:
+        why = f", as the sums of {u.id} for these operands are" if len(allowed) == 1 else ""
+        raise TypeError(f"{op}: {name} is {c.dtype}; needs {' or '.join(allowed)}{why}")
     if c.shape != shape:
         raise ValueError(f"{op}: {name} has shape {c.shape}; needs {shape}, the shape of the result")
-    return c.astype(np.float32, order="C", copy=False)
+    return c.astype(np.int32 if of_integers else np.float32, order="C", copy=False)
 
 
 def empty_result(shape: tuple[int, ...], dtype: np.dtype, like: Any) -> Any:
@@ -320,20 +397,33 @@ def operand(op: str, name: str, x: Any, u: Unit) -> Operand:
     if isinstance(x, Quantized):
         return quantized_operand(op, name, x.imported(op))
     kind = str(getattr(x, "dtype", "")).removeprefix("torch.")
-    is_engine = u.order in ENGINE_ORDERS
-    elements = {"float32": "float32"} | _ARRAY_ELEMENTS if is_engine else _ARRAY_ELEMENTS
-    if kind not in elements:
+    if kind not in _ARRAY_ELEMENTS or (kind == "float32" and not _takes_float32(u)):
         got = kind or f"a {type(x).__name__}"
-        hint = f"; quantize it, or round it to {'float32' if is_engine else 'bfloat16'}" if "float" in kind else ""
-        raise TypeError(f"{op}: {name} is {got}; needs a Quantized, or an array of {', '.join(elements)}{hint}")
-    if "float8" in kind:  # a dtype that few libraries can export
+        hint = "; quantize it, or round it to bfloat16" if "float" in kind else ""
+        raise TypeError(
+            f"{op}: {name} is {got}; {u.id} needs a Quantized, or an array of {', '.join(_ARRAY_ELEMENTS)}{hint}"
+        )
+    if kind[:6] in ("float8", "float6", "float4"):  # dtypes that few libraries can export
         library = library_of(x)
         x = x.view(np.uint8 if library is None else getattr(sys.modules[library.name], "uint8", np.uint8))
     (x,) = import_arrays(op, **{name: x})
     if x.ndim < 2:
         raise ValueError(f"{op}: {name} is {x.ndim}-d; needs (..., rows, K)")
-    codes = _library(x).ascontiguousarray(x).view(f"u{x.dtype.itemsize}")
-    return Operand(codes, elements[kind], None, None, 1, None, x.shape[-1], name)
+    codes, k = _library(x).ascontiguousarray(x).view(f"u{x.dtype.itemsize}"), x.shape[-1]
+    element = "float32" if kind == "float32" and u.order else _ARRAY_ELEMENTS[kind]
+    if element == "tf32":
+        codes = codes & _library(x).uint32(_TF32_BITS)
+    if kind[:6] in ("float6", "float4"):
+        codes = codes & (63 if kind[5] == "6" else 15)  # ml_dtypes lets the other bits of a byte be anything
+    if element == "E2M1":
+        codes = _library(x).pad(codes, [(0, 0)] * (x.ndim - 1) + [(0, k % 2)])
+        codes = codes[..., ::2] | codes[..., 1::2] << 4
+    return Operand(codes, element, None, None, 1, None, k, name)
+
+
+def _takes_float32(u: Unit) -> bool:
+    """Return whether a unit multiplies arrays of float32."""
+    return u.tf32 is not None or u.order in ("exact", "float64", *ENGINE_ORDERS)
 
 
 def check_axis(op: str, name: str, q: Quantized) -> None:
@@ -377,7 +467,7 @@ def check_recipes(op: str, u: Unit, a: Recipe, b: Recipe, names: tuple[str, str]
         step_of(op, u, *operands)
 
 
-def step_of(op: str, u: Unit, a: Operand, b: Operand) -> DotAdd | FloorDotAdd | None:
+def step_of(op: str, u: Unit, a: Operand, b: Operand) -> DotAdd | FloorDotAdd | IntegerAdd | None:
     """Return the step (instruction) of a unit for two operands; None if the unit adds in a stated order instead."""
     given = f"{op}: {a.name} is {_described(a)} and {b.name} {_described(b)}"
     if u.order == "float32-blocks" and not (
@@ -396,14 +486,14 @@ def step_of(op: str, u: Unit, a: Operand, b: Operand) -> DotAdd | FloorDotAdd | 
         if a.element not in dtypes or not takes_b:
             right = " or ".join(f"{f.name} ({f.element} with {f.scale} scales of {f.block_size})" for f in blocks)
             raise ValueError(f"{given}; {u.id} needs an array of {' or '.join(dtypes)} as a, and {right} as b")
-    if u.order:
+    if u.order and not {a.element, b.element} & {*INTEGERS}:
         return None
     kind = _kind(u, a, b)
-    step: DotAdd | FloorDotAdd | None = None if kind is None else getattr(u, kind)
+    step: DotAdd | FloorDotAdd | IntegerAdd | None = None if kind is None else getattr(u, kind)
     if step is None:
         raise ValueError(
-            f"{given}; {u.id} has no instruction for this pair, only for {', '.join(u.steps())}; use another unit,"
-            " unit='dequantized', or decode both to bfloat16 with fp4kit.dequantize"
+            f"{given}; {u.id} has no instruction for this pair, only for {', '.join(u.steps()) or 'floats'}; use another"
+            " unit, unit='dequantized', or decode both to bfloat16 with fp4kit.dequantize"
         )
     return step
 
@@ -412,8 +502,10 @@ def _kind(u: Unit, a: Operand, b: Operand) -> str | None:
     """Return the name of the Unit field (one of units.KINDS) that holds the step for a pair of operands."""
     elements = {a.element, b.element}
     if a.scales is None and b.scales is None:
-        if elements in ({"float16"}, {"bfloat16"}):
+        if elements in ({"float16"}, {"bfloat16"}, {"tf32"}):
             return elements.pop()
+        if elements <= {*INTEGERS}:
+            return "int8"
         if elements <= _FNUZ:
             return "fp8_fnuz"
         fp8 = "fp8" if u.fp8_as is None else u.fp8_as
@@ -428,7 +520,8 @@ def _kind(u: Unit, a: Operand, b: Operand) -> str | None:
 
 def _described(x: Operand) -> str:
     """Return a description of an operand for messages, such as "E2M1 with E4M3 scales of 16", or "bfloat16"."""
-    return x.element if x.scale is None else f"{x.element} with {x.scale.name} scales of {x.block}"
+    element = "float32" if x.element == "tf32" else x.element
+    return element if x.scale is None else f"{element} with {x.scale.name} scales of {x.block}"
 
 
 GROUPED = "matmul_grouped"
@@ -444,11 +537,11 @@ def list_call(a: Sequence[Any], b: Any, u: Unit, out_dtype: Any, alpha: Any, c: 
     lefts, rights = _matrices("a", a, u), _matrices("b", b, u)
     if len(lefts) != len(rights):
         raise ValueError(f"{GROUPED}: a has {len(lefts)} matrices and b {len(rights)}; needs equally many")
-    calls = _products(lefts, rights, u, output_dtype(GROUPED, out_dtype), alpha)
+    calls = _products(lefts, rights, u, out_dtype, alpha)
     for i, (call, first) in enumerate(zip(calls, _per_product("c", c, len(calls)), strict=True)):
         if first is not None:
             check_one_device(GROUPED, **{call.a.name: call.a.codes, f"c[{i}]": first})
-            calls[i] = call._replace(c=first_sums(GROUPED, f"c[{i}]", first, call.shape[1:], u)[None])
+            calls[i] = call._replace(c=first_sums(GROUPED, f"c[{i}]", first, call.shape[1:], u, call.step)[None])
     return calls
 
 
@@ -458,16 +551,16 @@ def rows_call(
     """Return the calls of matmul_grouped for one matrix `a` and m_indptr, and the result array (rows, N)."""
     (left,), rights = _matrices("a", [a], u, ""), _matrices("b", b, u)
     check_one_device(GROUPED, a=left.codes, c=c)
-    rows, dtype = left.codes.shape[1], output_dtype(GROUPED, out_dtype)
+    rows = left.codes.shape[1]
     if not rights:
         raise ValueError(f"{GROUPED}: b has no matrices; needs at least one with m_indptr")
     cuts = [*pairwise(_starts(m_indptr, rows, len(rights)))]
     widths = sorted({right.codes.shape[1] for right in rights})
     if len(widths) > 1:
         raise ValueError(f"{GROUPED}: b has matrices of {widths} rows; needs equal numbers of rows with m_indptr")
-    first = None if c is None else first_sums(GROUPED, "c", c, (rows, widths[0]), u)
-    calls = _products([left.rows(*cut) for cut in cuts], rights, u, dtype, alpha)
-    out = empty_result((rows, widths[0]), dtype, left.codes)
+    calls = _products([left.rows(*cut) for cut in cuts], rights, u, out_dtype, alpha)
+    first = None if c is None else first_sums(GROUPED, "c", c, (rows, widths[0]), u, calls[0].step)
+    out = empty_result((rows, widths[0]), calls[0].out_dtype, left.codes)
     for i, (start, stop) in enumerate(cuts):
         part = None if first is None else first[None, start:stop]
         calls[i] = calls[i]._replace(c=part, out=out[None, start:stop])
@@ -493,13 +586,13 @@ def _matrices(name: str, xs: Any, u: Unit, index: str = "[{}]") -> list[Operand]
 
 
 def _products(
-    lefts: Sequence[Operand], rights: Sequence[Operand], u: Unit, dtype: np.dtype, alpha: Any
+    lefts: Sequence[Operand], rights: Sequence[Operand], u: Unit, out_dtype: Any, alpha: Any
 ) -> list[MatmulCall]:
     """Return the MatmulCalls of a group. The operands of a product must be on one device."""
     calls = []
     for a, b, number in zip(lefts, rights, _per_product("alpha", alpha, len(rights)), strict=True):
         check_one_device(GROUPED, **{a.name: a.codes, b.name: b.codes})
-        calls.append(_product(GROUPED, a, b, u, dtype, number))
+        calls.append(_product(GROUPED, a, b, u, out_dtype, number))
     return calls
 
 

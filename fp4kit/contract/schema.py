@@ -191,12 +191,9 @@ def _unit_from(name: str, data: Any) -> Unit | str:
         if data not in UNITS:
             raise ValueError(f"unit is {data!r:.60}; needs one of {', '.join(UNITS)}, or an object of fields")
         return data
-    steps = [name for name in KINDS if _checked("unit", data, dict).get(name) is not None]
-    for name in steps:
-        _checked(f"unit: {name}", data[name], dict)
-    missing = next((name for name in KINDS if name not in data), None)
-    if missing is not None:
-        raise ValueError(f"unit: the field {missing!r} is missing; add it, or give the id of a unit")
+    for name in KINDS:
+        if _checked("unit", data, dict).get(name) is not None:
+            _checked(f"unit: {name}", data[name], dict)
     try:
         return unit_from_spec(json.dumps(data))
     except (ValueError, TypeError) as error:

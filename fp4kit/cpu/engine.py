@@ -24,6 +24,7 @@ from fp4kit.call.matmul import (
     Operand,
     addition_of,
     decoding_of,
+    multiply_integers,
     scale_decoding_of,
 )
 from fp4kit.call.parse import Call, Declined, Rotation
@@ -42,6 +43,7 @@ from fp4kit.reference.matmul import as_terms
 from fp4kit.reference.matmul import low_rank_product as low_rank_product_of_specification
 from fp4kit.reference.stochastic import hadamard_factor
 from fp4kit.reference.tensor_rules import tensor_scale
+from fp4kit.units import IntegerAdd
 
 
 def tensor_amax(moved: np.ndarray, r: Recipe, mask: int | None = None) -> np.ndarray:
@@ -444,6 +446,9 @@ def matmul(calls: list[MatmulCall]) -> list[np.ndarray]:
     parts: list[library.ProductCall] = []
     terms = 0
     for call, out in zip(calls, outs, strict=True):
+        if isinstance(call.step, IntegerAdd):
+            multiply_integers(call, out)
+            continue
         for part in _parts(call, out):
             count = part.rows * part.columns * max(part.length, 1)
             if parts and terms + count > TERMS_PER_CALL:

@@ -171,7 +171,7 @@ class ProductCall(ctypes.Structure):
 
     _fields_ = _fields(
         "operand a b; pointer c out; int64 rows columns length; "
-        "int32 adder step promote fraction_bits output_bits zero_exponent sums c_vanishes output input"
+        "int32 adder step promote fraction_bits output_bits zero_exponent sums c_vanishes group in_turn output input"
     )
 
 

@@ -11,17 +11,31 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fp4kit.arrays import imports
-from fp4kit.call.matmul import Addition, MatmulCall, Operand, addition_of, decoding_of, scale_decoding_of
+from fp4kit.call.matmul import (
+    Addition,
+    MatmulCall,
+    Operand,
+    addition_of,
+    decoding_of,
+    multiply_integers,
+    scale_decoding_of,
+)
 from fp4kit.call.parse import Declined
 from fp4kit.cuda.compiler import Trait
 from fp4kit.cuda.launch import CACHE_SIZE, Launch, address, function_of, grid
 from fp4kit.reference.matmul import LEAST_EXPONENT
-from fp4kit.units import ENGINE_ORDERS, DotAdd
+from fp4kit.units import ENGINE_ORDERS, DotAdd, IntegerAdd
 
 # A thread block computes a square of TILE x TILE results at a time in matmul.cu, LARGE_TILE in the other two kernels.
 TILE, LARGE_TILE = 32, 64
 _HEADER = '#include "matmul_terms.cuh"\n'  # defines Adder, which the instantiation names
-_KINDS = {"E2M1": 0, "float16": 2, "bfloat16": 3}  # enum CodeKind of kernels/shared/matmul.cuh; others are bytes
+_KINDS = {
+    "E2M1": 0,
+    "float16": 2,
+    "bfloat16": 3,
+    "float32": 4,
+    "tf32": 4,
+}  # enum CodeKind of kernels/shared/matmul.cuh; others are bytes
 _POINTERS = ("codes", "scales", "factors", "values", "scale_values")
 _SIZES = ("kind", "block", "least", "scale_least", "row_bytes", "row_scales", "rows", "is_stack")
 _OPERAND = [(name, "u8") for name in _POINTERS] + [(name, "i8") for name in _SIZES]
@@ -57,7 +71,13 @@ def _special_kernel(call: MatmulCall, arrays: list[Any]) -> _Kernel | None:
     """
     step, a, b = call.step, call.a, call.b
     is_aligned = all(codes.data.ptr % 16 == 0 and codes.shape[-1] % 16 == 0 for codes in arrays)
-    if not isinstance(step, DotAdd) or not is_aligned or step.zero_exponent > LEAST_EXPONENT or a.k == 0:
+    if (
+        not isinstance(step, DotAdd)
+        or step.output != "float32"
+        or not is_aligned
+        or step.zero_exponent > LEAST_EXPONENT
+        or a.k == 0
+    ):
         return None
     if a.scale is not None:
         is_fp4 = (step.k, step.fraction_bits, step.output_bits, step.group) == (64, 35, 23, 16)
@@ -163,7 +183,12 @@ def matmul(calls: list[MatmulCall]) -> list[Any]:
         _check_blocks(call)
     with imports.making_current(calls[0].a.codes.device.id):
         outs = [imports.cupy().empty(call.shape, call.out_dtype) if call.out is None else call.out for call in calls]
-        filled = [(call, out) for call, out in zip(calls, outs, strict=True) if out.size]
+        filled = []
+        for call, out in zip(calls, outs, strict=True):
+            if isinstance(call.step, IntegerAdd):
+                multiply_integers(call, out)
+            elif out.size:
+                filled.append((call, out))
         if filled:
             multiply([call for call, _ in filled], [out for _, out in filled])
         return outs

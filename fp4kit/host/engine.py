@@ -58,10 +58,11 @@ from fp4kit.reference.dequantize import (
     with_encoded_blocks,
 )
 from fp4kit.reference.fake import FAKE_RULES, clip_gradient
-from fp4kit.reference.matmul import Factor, as_terms, rounded, scaled, sums
+from fp4kit.reference.matmul import Factor, as_terms, integer_sums, rounded, scaled, sums
 from fp4kit.reference.search import chosen_amaxes, search_amaxes, search_e4m3, search_powers, searched
 from fp4kit.reference.tensor_rules import TensorScale, encoding_scale, stored_tensor_scale, tensor_scale
 from fp4kit.types import ScaleLayout
+from fp4kit.units import IntegerAdd
 
 # ---- amaxes ----
 
@@ -379,6 +380,11 @@ def _matmul(call: MatmulCall) -> np.ndarray:
     """Return the product, in call.out if that is given, otherwise in a new array; a few rows are computed at a time."""
     batch, M, N = call.shape
     out: np.ndarray = np.empty(call.shape, call.out_dtype) if call.out is None else call.out
+    if isinstance(call.step, IntegerAdd):
+        for i in range(batch):
+            a, b = (x.codes[min(i, len(x.codes) - 1)].view(x.element) for x in (call.a, call.b))
+            out[i] = integer_sums(a, b, np.zeros((M, N), np.int32) if call.c is None else call.c[i], call.step)
+        return out
     multiple = call.step.k if call.step else call.a.block
     rows = max(TERMS_AT_ONCE // max(N * multiple, 1), 1)
     for i in range(batch):
@@ -388,7 +394,7 @@ def _matmul(call: MatmulCall) -> np.ndarray:
             a, factor_a = _rows(call.a, i, cut, multiple, call.unit.order)
             c = np.zeros(out[i, cut].shape, np.float32) if call.c is None else call.c[i, cut]
             total = sums(a, b, c, call.unit, call.step)
-            out[i, cut] = rounded(scaled(total, factor_a, factor_b), call.out_dtype)
+            out[i, cut] = rounded(scaled(total, factor_a, factor_b, call.in_turn), call.out_dtype)
     return out
 
 
@@ -399,7 +405,7 @@ def _rows(x: Operand, i: int, rows: slice, multiple: int, order: str | None) -> 
     codes = layouts.unpack(codes) if x.element == "E2M1" else codes
     missing = -x.k % multiple
     codes = np.pad(codes, ((0, 0), (0, missing)))
-    values = codes.view(np.float32).astype(np.float64) if x.element == "float32" else decoding.values[codes]
+    values = codes.view(np.float32).astype(np.float64) if codes.itemsize == 4 else decoding.values[codes]
     elements = as_terms(values, decoding.least)
     scales = None
     if x.scales is not None and x.scale is not None:

@@ -53,8 +53,8 @@ def matmul(
     b: Any,
     *,
     unit: str | Unit = "sm100",
-    out_dtype: Any = np.float32,
-    alpha: float | None = None,
+    out_dtype: Any = None,
+    alpha: float | tuple[Any, Any] | None = None,
     c: Any = None,
     threads: int | None = None,
 ) -> Any:
@@ -69,12 +69,14 @@ def matmul(
     Args:
         a: the operand A. Either a Quantized with float elements, whose quantized axis is K and one of the last two
             axes: (..., M, K) for axis=-1, (..., K, M) for axis=-2. Or an array (..., M, K) of bfloat16, float16,
-            float8_e4m3fn, float8_e5m2, float8_e4m3fnuz or float8_e5m2fnuz. Axes before the last two are a stack of
-            matrices. For the engines "mlx-cpu" and "ggml-...", A is an unquantized array, of float32 too.
+            float32 (which units multiply as TF32, without the low 13 bits), int8, uint8, or a float8, float6 or float4
+            dtype of ml_dtypes. Axes before the last two are a stack of matrices. For the engines "mlx-cpu" and
+            "ggml-...", A is an unquantized array.
         b: the operand B, as a, with N in place of M. It is one matrix, or a stack like that of a.
         unit: a Unit or its id. "sm100" (Blackwell), "sm90" (Hopper), "sm89" (Ada), "sm80" (Ampere), "sm75" (Turing),
             "sm70" (Volta) and "cdna3" (MI300) add as that hardware does, and "sm90-mma" and "sm100-mma" as its older
-            instruction mma.sync does for FP8. The others add in a stated order:
+            instruction mma.sync does for FP8. "sm90-mma-f16" and other units "...-f16" keep sums in float16. Some units
+            add in a stated order instead:
 
             - "exact": the exact sum, rounded once to float32.
             - "float64": sums in float64, k ascending, each sum rounded; the result is then rounded to float32.
@@ -92,11 +94,12 @@ def matmul(
             - "ggml-avx2-repacked": as llama.cpp does for MXFP4 weights that it repacked when it loaded them, as it does
               by default if N is a multiple of 8. The exact sums of blocks are added by fused multiply-adds. A is as
               for "ggml-avx2".
-        out_dtype: float32, float16 or bfloat16.
-        alpha: a number by which the sums are multiplied. None means the tensor scale of a times that of b, where a
-            missing tensor scale counts as 1.
+        out_dtype: float32, float16 or bfloat16; int32 for operands of integers. None means float32 or int32.
+        alpha: a number by which the sums are multiplied. Or a tuple of two float32 arrays, (M,) and (N,), the scales of
+            rows of a and of b: sums are multiplied by that of b, and then by that of a, as cuBLASLt does. None means
+            the tensor scale of a times that of b, where a missing tensor scale counts as 1.
         c: a float32, float16 or bfloat16 array of the result's shape, whose values the sums begin with; None means
-            zeros. It must be None for the engines "mlx-cpu" and "ggml-...".
+            zeros. It must be float16 for sums in float16, int32 for integers, and None for "mlx-cpu" and "ggml-...".
         threads: the largest number of CPU threads, at least 1; None means fp4kit.num_threads(). Ignored on a GPU.
 
     Returns:
@@ -166,7 +169,7 @@ def prepared(op: str, name: str, x: Any, u: Unit) -> Any:
 
 
 @returns_in_library
-def _matmul(a: Any, b: Any, unit: str | Unit, out_dtype: Any, alpha: float | None, c: Any) -> Any:
+def _matmul(a: Any, b: Any, unit: str | Unit, out_dtype: Any, alpha: Any, c: Any) -> Any:
     """Check the arguments of matmul, and return the product in the library of a."""
     u = unit_of("matmul", unit)
     decoded = 2 * sum(prod(x.shape) for x in (a, b) if isinstance(x, Quantized))  # bytes
@@ -175,30 +178,38 @@ def _matmul(a: Any, b: Any, unit: str | Unit, out_dtype: Any, alpha: float | Non
     return _product(a, b, u, out_dtype, alpha, c)
 
 
-def _product(a: Any, b: Any, u: Unit, out_dtype: Any, alpha: float | None, c: Any) -> Any:
+def _product(a: Any, b: Any, u: Unit, out_dtype: Any, alpha: Any, c: Any) -> Any:
     """Return the product of two whole operands as a NumPy or CuPy array."""
     a, b = (prepared("matmul", name, x, u) for name, x in (("a", a), ("b", b)))
     call, shape = matmul_call(a, b, u, out_dtype, alpha, c)
     return run("matmul", "matmul", call.on_device, [call])[0].reshape(shape)
 
 
-def _by_panels(a: Any, b: Any, u: Unit, out_dtype: Any, alpha: float | None, c: Any) -> Any:
+def _by_panels(a: Any, b: Any, u: Unit, out_dtype: Any, alpha: Any, c: Any) -> Any:
     """Return the product for the unit "dequantized", decoding only a panel (some rows) of each operand at a time."""
     left, right = (_Rows.of(name, x) for name, x in (("a", a), ("b", b)))
     # The product of the first rows checks all arguments but c. Its library and dtype are those of the result.
-    top, side = (operand.cut(slice(0, operand.multiple)) for operand in (left, right))
-    first = _product(top, side, u, out_dtype, alpha, None)
+    corner = slice(0, left.multiple), slice(0, right.multiple)
+    first = _product(left.cut(corner[0]), right.cut(corner[1]), u, out_dtype, _cut(alpha, corner), None)
     shape = (*first.shape[:-2], left.count, right.count)
     if c is not None:
         check_one_device("matmul", a=first_array(a), c=c)
-        c = first_sums("matmul", "c", c, shape, u)
+        c = first_sums("matmul", "c", c, shape, u, None)
     out = empty_result(shape, first.dtype, first)
     for rows in left.panels():
         panel = prepared("matmul", "a", left.cut(rows), u)
         for columns in right.panels():
             sums = None if c is None else c[..., rows, columns]
-            out[..., rows, columns] = _product(panel, right.cut(columns), u, out_dtype, alpha, sums)
+            part = _cut(alpha, (rows, columns))
+            out[..., rows, columns] = _product(panel, right.cut(columns), u, out_dtype, part, sums)
     return out
+
+
+def _cut(alpha: Any, panel: tuple[slice, slice]) -> Any:
+    """Return the argument alpha of matmul for some rows of a and of b."""
+    if not isinstance(alpha, tuple) or len(alpha) != 2:
+        return alpha
+    return tuple(x[..., rows] if getattr(x, "ndim", 0) else x for x, rows in zip(alpha, panel, strict=True))
 
 
 @dataclass(frozen=True)
@@ -243,7 +254,7 @@ def matmul_grouped(
     *,
     m_indptr: Any = None,
     unit: str | Unit = "sm100",
-    out_dtype: Any = np.float32,
+    out_dtype: Any = None,
     alpha: float | Sequence[float] | None = None,
     c: Any = None,
     threads: int | None = None,
@@ -264,7 +275,7 @@ def matmul_grouped(
             m_indptr is an array on a GPU, the call waits for the GPU to copy it to the host.
         unit: as in matmul, for all products.
         out_dtype: as in matmul, for all products.
-        alpha: as in matmul, for all products; or a sequence with one number per product.
+        alpha: a number or None, as in matmul, for all products; or a sequence with one alpha per product.
         c: the arrays with which the sums begin, as in matmul: a sequence of arrays, one per product; or, with m_indptr,
             one array (rows, N). None means zeros.
         threads: the largest number of CPU threads, at least 1; None means fp4kit.num_threads(). Ignored on a GPU.

@@ -17,7 +17,7 @@ import ml_dtypes
 import numpy as np
 
 from fp4kit.reference.arith import ONE, ZERO, Array, Dtype, fma, round_to
-from fp4kit.units import DotAdd, FloorDotAdd, Unit
+from fp4kit.units import DotAdd, FloorDotAdd, IntegerAdd, Unit
 
 LEAST_EXPONENT = -126  # the exponent of the smallest normal float32
 NAN = np.uint32(0x7FFFFFFF).view(np.float32)  # the NaN that a matrix unit returns
@@ -115,7 +115,7 @@ def truncated_sum(t: Terms, step: DotAdd) -> Array:
 
     The terms are aligned to the largest exponent among them, and each is truncated toward zero to step.fraction_bits
     fraction bits. Their sum is exact. It is then normalized and truncated toward zero to step.output_bits fraction
-    bits.
+    bits. For float16 sums, it is rounded to float16, to nearest even, instead.
 
     The smallest exponent of the result is -126, so smaller results are subnormal. A sum of zero is +0, and NaN is
     0x7FFFFFFF. A result of 2^128 or more is infinite.
@@ -123,7 +123,10 @@ def truncated_sum(t: Terms, step: DotAdd) -> Array:
     largest = t.exponent.max(axis=-1)
     total = np.ldexp(shifted_sum(t, largest, step.fraction_bits), largest - step.fraction_bits)
     s, e = as_terms(total, LEAST_EXPONENT)
-    result = np.ldexp(np.trunc(np.ldexp(s, step.output_bits)), e - step.output_bits).astype(np.float32)
+    if step.output == "float16":
+        result = total.astype(np.float16).astype(np.float32)
+    else:
+        result = np.ldexp(np.trunc(np.ldexp(s, step.output_bits)), e - step.output_bits).astype(np.float32)
     return np.where(np.isnan(result), NAN, result + np.float32(0))  # -0 + 0 is +0
 
 
@@ -174,6 +177,19 @@ def add_step(a: Factor, b: Factor, c: Array, step: DotAdd | FloorDotAdd) -> Arra
     return truncated_sum(Terms(*both), step)
 
 
+def integer_sums(a: Array, b: Array, c: Array, step: IntegerAdd) -> Array:
+    """Return C + A B^T of matrices of 8-bit integers, int32 (M, N): exact, and after every step wrapped or saturated.
+
+    a: A, int8 or uint8 (M, K). b: B, int8 or uint8 (N, K). c: C, int32 (M, N).
+    """
+    total = c.astype(np.int64)
+    for start in range(0, a.shape[-1], step.k):
+        x, y = (part[:, start : start + step.k].astype(np.int64) for part in (a, b))
+        total = total + x @ y.T
+        total = np.clip(total, -(2**31), 2**31 - 1) if step.saturate else (total + 2**31) % 2**32 - 2**31
+    return total.astype(np.int32)
+
+
 # ---- a whole product ----
 
 
@@ -200,7 +216,8 @@ def chain(a: Factor, b: Factor, c: Array, step: DotAdd | FloorDotAdd) -> Array:
 def promoted_chain(a: Factor, b: Factor, c: Array, step: DotAdd | FloorDotAdd, promote: int) -> Array:
     """Return C + A B^T, added in chains of `promote` elements of K.
 
-    Each chain starts at zero. The chains are added to C in float32, to nearest even. The last chain may be shorter.
+    Each chain starts at zero. The chains are added to C in the format of the step's sums, float32 or float16, to
+    nearest even. The last chain may be shorter.
     If K is 0, c itself is returned.
 
     step: the step that adds the elements of a chain. Its k divides promote and K.
@@ -208,6 +225,7 @@ def promoted_chain(a: Factor, b: Factor, c: Array, step: DotAdd | FloorDotAdd, p
     for start in range(0, a.elements.significand.shape[-1], promote):
         stop = start + promote
         c = c + chain(_cut(a, start, stop), _cut(b, start, stop), np.zeros_like(c), step)
+        c = c.astype(np.float16).astype(np.float32) if getattr(step, "output", "") == "float16" else c
     return c
 
 
@@ -433,15 +451,16 @@ def sums(a: Factor, b: Factor, c: Array, unit: Unit, step: DotAdd | FloorDotAdd 
     return chain(a, b, c, step) if unit.promote is None else promoted_chain(a, b, c, step, unit.promote)
 
 
-def scaled(total: Array, factor_a: Array | None, factor_b: Array | None) -> Array:
+def scaled(total: Array, factor_a: Array | None, factor_b: Array | None, in_turn: bool = False) -> Array:
     """Return sums (M, N), multiplied in float32 by the product of the tensor scales of a and b.
 
+    in_turn: multiply by the scale of b first, then by that of a.
     total: the sums.
     factor_a, factor_b: the tensor scales (M,) and (N,). None stands for 1. If both are None, `total` itself is
     returned.
     """
     if factor_a is not None and factor_b is not None:
-        total = total * (factor_a[:, None] * factor_b)
+        total = total * factor_b * factor_a[:, None] if in_turn else total * (factor_a[:, None] * factor_b)
     elif factor_a is not None:
         total = total * factor_a[:, None]
     elif factor_b is not None:

@@ -64,7 +64,7 @@ def test_every_recipe_comes_back_with_its_facts():
         ({"weights": {"id": "nvfp4-te", "versions": "1"}}, "weights: versions is '1'; needs a"),
         ({"unit": "sm1"}, "unit is 'sm1'; needs one of sm100"),
         ({"unit": True}, "unit is True; needs an object"),
-        ({"unit": {"id": "x"}}, "unit: the field 'float16' is missing; add it"),
+        ({"unit": {"id": "x"}}, "unit: Unit x: it has no step and no order"),
         ({"unit": {"fp8": 7}}, "unit: fp8 is 7; needs an object"),
         ({"patterns": 5}, "patterns is 5; needs a list"),
         ({"patterns": [1]}, "patterns has 1; needs pairs of a layer pattern and a recipe"),

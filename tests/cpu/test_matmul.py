@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from exhaustive import exhaustive
-from products import PAIRS, TINY, at_bounds, drawn, drawn_c, drawn_options, far_apart, recorded, tiny
+from products import PAIRS, TINY, at_bounds, drawn, drawn_call, far_apart, recorded, tiny
 from together import together
 
 import fp4kit
@@ -40,7 +40,7 @@ def test_drawn_products(pair, seed) -> None:
     K = int(rng.integers(1, 24)) * 32 if blocks else int(rng.integers(1, 700))
     K = min(K, 128) if unit == "exact" else K + K % 2
     a, b = drawn(rng, left, M, K), drawn(rng, right, N, K)
-    both(a, b, c=drawn_c(rng, (M, N)), **drawn_options(rng, unit))
+    both(a, b, **drawn_call(rng, pair, (M, N)))
 
 
 @pytest.mark.parametrize(("unit", "kind"), TINY)

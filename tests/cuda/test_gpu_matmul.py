@@ -9,7 +9,17 @@ import numpy as np
 import pytest
 from exhaustive import every, exhaustive
 from on_gpu import DEVICES, ON_GPU, cupy, gpu_only, there
-from products import PAIRS, TINY, as_quantized, at_bounds, drawn, drawn_c, drawn_options, far_apart, recorded, tiny
+from products import (
+    PAIRS,
+    TINY,
+    as_quantized,
+    at_bounds,
+    drawn,
+    drawn_call,
+    far_apart,
+    recorded,
+    tiny,
+)
 
 import fp4kit
 from fp4kit.ops import matmul as operations
@@ -41,13 +51,13 @@ ON_DEVICE = [pair for pair in PAIRS if not any(kind.endswith("fnuz") for kind in
 
 @pytest.mark.parametrize("pair", every(1 if DEVICES else 4, ON_DEVICE), ids="-".join)
 def test_drawn_products(pair) -> None:
-    unit, left, right = pair
+    _, left, right = pair
     rng = np.random.default_rng(len("-".join(pair)))
     for _ in range(12 if DEVICES else 1):
         M, N = (int(rng.integers(1, 200 if DEVICES else 40)) for _ in range(2))
         K = int(rng.integers(1, 12)) * 32
         a, b = drawn(rng, left, M, K), drawn(rng, right, N, K)
-        both(a, b, drawn_c(rng, (M, N)), **drawn_options(rng, unit))
+        both(a, b, **drawn_call(rng, pair, (M, N)))
 
 
 @pytest.mark.parametrize("shapes", [((3, 5, 64), (3, 7, 64)), ((5, 64), (3, 7, 64)), ((0, 64), (3, 64))], ids=str)

@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from exhaustive import exhaustive
-from products import drawn, drawn_c, drawn_options, of_cards, of_tcgen05
+from products import drawn, drawn_c, drawn_options, of_cards, of_cublas, of_tcgen05
 from tensors import to_torch
 from together import together
 
@@ -27,12 +27,34 @@ from fp4kit.units import DotAdd, FloorDotAdd, Unit
 RNG = np.random.default_rng(0)
 BF16 = np.ones((4, 64), ml_dtypes.bfloat16)
 FP8 = np.ones((4, 64), ml_dtypes.float8_e4m3fn)
+F32, I8 = np.ones((4, 64), np.float32), np.ones((4, 64), np.int8)
+HALF = fp4kit.unit("sm89-f16").float16
 NV, MX = drawn(RNG, "nvfp4", 4, 64), drawn(RNG, "mxfp4", 4, 64)
 NV8 = fp4kit.quantize(np.ones((4, 64), np.float32), replace(fp4kit.recipe("nvfp4-te"), block=(1, 8)))
 INT8 = fp4kit.quantize(np.ones((4, 64), np.float32), "int8-modelopt")
 AXIS_0 = fp4kit.quantize(np.ones((32, 2, 2), np.float32), "mxfp4", axis=0)
 BAD = [
-    (lambda: fp4kit.matmul(np.ones((4, 64), np.float32), BF16), TypeError, "a is float32; needs"),
+    (lambda: fp4kit.matmul(F32, BF16), ValueError, "a is float32 and b bfloat16; sm100 has no"),
+    (lambda: fp4kit.matmul(F32, F32, unit="sm75"), TypeError, "a is float32; sm75 needs a Quantized, or"),
+    (lambda: fp4kit.matmul(F32, F32, unit="dequantized"), TypeError, "a is float32; dequantized needs a Quantized"),
+    (lambda: fp4kit.matmul(I8, F32), ValueError, "a is int8 and b float32; sm100 has no"),
+    (lambda: fp4kit.matmul(I8, I8, unit="exact"), ValueError, "a is int8 and b int8; exact has no instruction"),
+    (lambda: fp4kit.matmul(I8, I8, unit="sm70"), ValueError, "sm70 has no instruction for this pair, only for float16"),
+    (lambda: fp4kit.matmul(I8, I8, out_dtype="float32"), TypeError, "out_dtype is float32; needs int32"),
+    (lambda: fp4kit.matmul(I8, I8, alpha=2), TypeError, "alpha is 2; needs None for products of integers"),
+    (lambda: fp4kit.matmul(I8, I8, c=np.ones((4, 4), np.float32)), TypeError, "c is float32; needs int32, as the sums"),
+    (
+        lambda: fp4kit.matmul(FP8, FP8, unit="sm89-f16", c=np.ones((4, 4), "f4")),
+        TypeError,
+        "c is float32; needs float16",
+    ),
+    (lambda: fp4kit.matmul(FP8, FP8, alpha=(1.0,)), ValueError, "alpha has 1 entries; needs two arrays"),
+    (
+        lambda: fp4kit.matmul(FP8, FP8, alpha=(np.ones(4), np.ones(4))),
+        TypeError,
+        r"alpha\[0\] is float64; needs float32",
+    ),
+    (lambda: fp4kit.matmul(FP8, FP8, alpha=(F32[:, 0], F32[0])), ValueError, r"alpha\[1\] has shape \(64,\); needs"),
     (lambda: fp4kit.matmul([[1.0]], BF16), TypeError, "a "),
     (lambda: fp4kit.matmul(BF16[0], BF16), ValueError, "a is 1-d; needs"),
     (lambda: fp4kit.matmul(INT8, INT8), ValueError, "a is int8-modelopt, which no matrix unit multiplies"),
@@ -40,7 +62,7 @@ BAD = [
     (lambda: fp4kit.matmul(np.stack([BF16] * 2), np.stack([BF16] * 3)), ValueError, r"a is a stack \(2,\)"),
     (lambda: fp4kit.matmul(BF16, NV), ValueError, "a is bfloat16 and b E2M1 with E4M3 scales of 16"),
     (lambda: fp4kit.matmul(NV, MX), ValueError, "b E2M1 with E8M0 scales of 32; sm100 has no"),
-    (lambda: fp4kit.matmul(NV, NV, unit="sm90"), ValueError, "only for float16, bfloat16, fp8"),
+    (lambda: fp4kit.matmul(NV, NV, unit="sm90"), ValueError, "only for float16, bfloat16, tf32, fp8"),
     (lambda: fp4kit.matmul(FP8, FP8, unit="float32-blocks"), ValueError, "needs E2M1 elements"),
     (lambda: fp4kit.matmul(NV8, NV8, unit="float32-blocks"), ValueError, "a multiple up to 512"),
     (lambda: fp4kit.matmul(AXIS_0, MX, unit="dequantized"), ValueError, "a is quantized along axis 0 of 3; needs one"),
@@ -66,7 +88,15 @@ BAD = [
     (lambda: Unit("mine", float16=DotAdd(64, 25, 23, -133), fp8_as="float16"), ValueError, "whose k divides 32"),
     (lambda: Unit("mine", order="upwards"), ValueError, "order is 'upwards'; needs None or one of exact"),
     (lambda: replace(fp4kit.unit("sm90"), promote=48), ValueError, "needs a positive multiple of 32"),
-    (lambda: replace(fp4kit.unit("sm100"), fp4=DotAdd(64, 35, 23, -139)), ValueError, "group 1; needs 16"),
+    (lambda: replace(fp4kit.unit("sm100"), fp4=DotAdd(64, 35, 23, -139)), ValueError, "group 1; needs k a multiple"),
+    (lambda: replace(fp4kit.unit("sm100"), mx=DotAdd(32, 25, 23, -133, 4)), ValueError, "mx has group 4; needs 1"),
+    (lambda: DotAdd(16, 25, 23, -133, output="float16"), ValueError, "with 10 output_bits"),
+    (lambda: DotAdd(16, 25, 23, -133, output="half"), ValueError, "output is 'half'"),
+    (lambda: replace(fp4kit.unit("sm100"), bfloat16=HALF), ValueError, "bfloat16 has float16 sums; only float16, fp8"),
+    (lambda: replace(fp4kit.unit("sm100"), int8=HALF), TypeError, "needs an IntegerAdd, or None"),
+    (lambda: replace(fp4kit.unit("sm100"), tf32=FloorDotAdd(32, 24, 31)), TypeError, "needs a DotAdd, or None"),
+    (lambda: fp4kit.IntegerAdd(0), ValueError, "k is 0; needs 1 to 128"),
+    (lambda: fp4kit.IntegerAdd(32, 1), TypeError, "saturate is 1; needs a bool"),
     (lambda: replace(fp4kit.unit("sm100"), mx=DotAdd(16, 25, 23, -133)), ValueError, "needs a multiple of 32"),
     (lambda: replace(fp4kit.unit("sm100"), fp8=32), TypeError, "fp8 is 32; needs a DotAdd"),
     (lambda: replace(fp4kit.unit("sm100"), mx=FloorDotAdd(32, 24, 31)), TypeError, "needs a DotAdd, or None"),
@@ -170,7 +200,7 @@ BAD_GROUPED = [
     (lambda: fp4kit.matmul_grouped([A], [A, A]), ValueError, "a has 1 matrices and b 2; needs"),
     (lambda: fp4kit.matmul_grouped([A], A), ValueError, "b is one 2-d array; needs a sequence of matrices"),
     (lambda: fp4kit.matmul_grouped([A, STACK], [A, A]), ValueError, r"a\[1\] is 3-d; needs a matrix"),
-    (lambda: fp4kit.matmul_grouped([A, A], [A, A.astype(np.float32)]), TypeError, r"b\[1\] is float32; ne"),
+    (lambda: fp4kit.matmul_grouped([A, A], [A, A.astype(np.float64)]), TypeError, r"b\[1\] is float64; "),
     (lambda: fp4kit.matmul_grouped([A, A], [A, A[:, :32]]), ValueError, r"a\[1\] has length 64 along K and"),
     (lambda: fp4kit.matmul_grouped([A, A], [A, NV]), ValueError, r"a\[1\] is bfloat16 and b\[1\] E2M1 with"),
     (lambda: fp4kit.matmul_grouped([A], [A], alpha=[1, 2]), ValueError, "alpha has 2 entries; needs one ent"),
@@ -343,17 +373,27 @@ def test_sums_of_real_cards(case) -> None:
 
     NaN equals NaN.
     """
+    alpha = None if case.d.dtype == np.int32 else 1.0
     for way in (nullcontext(), fp4kit.specification()):
         with way:
-            found = fp4kit.matmul(case.a, case.b, unit=case.unit, c=case.c, alpha=1.0)
+            found = fp4kit.matmul(case.a, case.b, unit=case.unit, c=case.c, alpha=alpha, out_dtype=case.d.dtype)
         assert found.shape == case.d.shape
         equal = (bit_patterns(found) == bit_patterns(case.d)) | (np.isnan(found) & np.isnan(case.d))
         assert equal.all(), f"{np.count_nonzero(~equal)} of {equal.size} sums differ"
 
 
+@pytest.mark.parametrize("case", [*of_cublas()], ids=lambda case: case[0])
+def test_products_of_cublaslt(case) -> None:
+    """cuBLASLt on an H100 adds in chains of sm90's instructions, and applies scales per row one after the other."""
+    _, a, b, options, d = case
+    for way in (nullcontext(), fp4kit.specification()):
+        with way:
+            assert np.array_equal(bit_patterns(fp4kit.matmul(a, b, **options)), bit_patterns(d))
+
+
 def test_every_unit_that_claims_a_card_has_its_sums() -> None:
     cards = {case.unit.id for case in of_cards()}
-    claims = {unit.id for unit in fp4kit.units() if re.search(r"on an? [A-Z]", unit.checked) and unit.order is None}
+    claims = {unit.id for unit in fp4kit.units() if re.match(r"on an? [A-Z]", unit.checked) and unit.order is None}
     assert cards == claims
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from inputs import BF16, FINITE, NAMES, ORDINARY
 from powers import POWERS, errors
-from products import drawn, of_cards, recorded
+from products import drawn, of_cards, of_tcgen05, recorded
 from rotations import SIZES, orthogonal
 from together import together
 
@@ -338,7 +338,8 @@ def test_recorded_products(case) -> None:
 
 def test_the_recorded_products_use_every_unit() -> None:
     hardware = {unit.id for unit in fp4kit.units() if unit.order is None}
-    assert {case.unit.id for case in [*RECORDED, *of_cards()]} == hardware  # tests/ops/test_matmul.py has of_cards
+    elsewhere = [*of_cards(), *of_tcgen05()]  # in tests/ops/test_matmul.py
+    assert {case.unit.id for case in [*RECORDED, *elsewhere]} == hardware
 
 
 @pytest.mark.parametrize("kind", ["nvfp4", "mx-e3m2", "bf16", "e5m2"])

@@ -26,6 +26,11 @@ _DTYPES = {
     "e5m2": ml_dtypes.float8_e5m2,
     "e4m3fnuz": ml_dtypes.float8_e4m3fnuz,
     "e5m2fnuz": ml_dtypes.float8_e5m2fnuz,
+    "f32": np.float32,
+    "s8": np.int8,
+    "u8": np.uint8,
+    "f4": ml_dtypes.float4_e2m1fn,
+    "f6": ml_dtypes.float6_e3m2fn,
 }
 _MX = {
     "e4m3": "mxfp8-te",
@@ -74,6 +79,7 @@ _CARDS = {"V100": "sm70", "A100": "sm80", "A2": "sm80", "L40S": "sm89", "Ada": "
 _CARDS |= {"H100": "sm90", "H200": "sm90", "B200": "sm100"}
 _TYPES = {"fp16": np.float16, "bf16": ml_dtypes.bfloat16}
 _TYPES |= {"E4M3": ml_dtypes.float8_e4m3fn, "E5M2": ml_dtypes.float8_e5m2}
+_TYPES |= {"tf32": np.float32, "s8": np.int8, "u8": np.uint8}
 
 
 def of_cards() -> Iterator[Recorded]:
@@ -81,39 +87,94 @@ def of_cards() -> Iterator[Recorded]:
     with np.load(DATA / "silicon.npz") as arrays:
         found = dict(arrays)
     for name in sorted({key.rpartition("/")[0] for key in found}):
-        card, kind = name.split("/")
-        unit, types = _CARDS[card.partition(" ")[0]], (kind.split("-") * 2)[:2]
-        if kind[0] == "E" and (" " in card or card == "B200"):
-            unit += "-mma"  # the published FP8 sums of the H100 and the H200 are those of sm90
-        a, b = (found[f"{name}/{x}"].view(_TYPES[one]) for x, one in zip("ab", types, strict=True))
-        c, d = (found[f"{name}/{x}"].view(np.float32) if f"{name}/{x}" in found else None for x in "cd")
+        card, (*kinds, last) = name.split("/")[0], name.split("/")[1].split("-")
+        types = [kind for kind in (*kinds, last) if kind in _TYPES] * 2
+        id = _CARDS[card.partition(" ")[0]]
+        if id in ("sm90", "sm100") and (last == "f16" or (types[0][0] == "E" and (" " in card or card == "B200"))):
+            id += "-mma"  # the published float32 sums of FP8 of the H100 and the H200 are those of sm90
+        unit = fp4kit.unit(f"{id}-f16" if last == "f16" else id)
+        if last == "sat":
+            unit = replace(unit, int8=fp4kit.IntegerAdd(saturate=True))
+        a, b = (found[f"{name}/{x}"].view(_TYPES[one]) for x, one in zip("ab", types[:2], strict=True))
+        sums = np.float16 if last == "f16" else np.int32 if types[0] in ("s8", "u8") else np.float32
+        c, d = (found[f"{name}/{x}"].view(sums) if f"{name}/{x}" in found else None for x in "cd")
         if " " not in card:
             a, b, c, d = a[:, None], b[:, None], None if c is None else c[:, None, None], d[:, None, None]
-        yield Recorded(name, a, b, fp4kit.unit(unit), c, d)
+        yield Recorded(name, a, b, unit, c, d)
+
+
+def of_cublas() -> Iterator[tuple[str, np.ndarray, np.ndarray, dict[str, Any], np.ndarray]]:
+    """Yield the name, A, B, options of fp4kit.matmul, and the result of products that cuBLASLt computed on an H100."""
+    sm90 = fp4kit.unit("sm90")
+    types = {"tf32": np.float32, "f16": np.float16, "bf16": BF16, "int_mm": np.int8}
+    with np.load(DATA / "cublas_h100.npz") as found:
+        for name in sorted({key.rpartition("/")[0] for key in found}):
+            operation, case = name.split("/")
+            a, b = (found[f"{name}/{x}"].view(types.get(operation, _DTYPES["e4m3"])) for x in "ab")
+            d = found[f"{name}/d"].view(types.get(operation, BF16)) if operation != "int_mm" else found[f"{name}/d"]
+            options: dict[str, Any] = {"unit": sm90, "out_dtype": d.dtype}
+            if operation == "tf32":
+                a, b = rounded_to_tf32(a), rounded_to_tf32(b)
+                options["unit"] = replace(sm90, promote=64 if case.endswith("1024") else 32)
+            if operation.startswith("scaled"):
+                options["unit"] = replace(sm90, promote=128) if operation.endswith("slow") else sm90
+                options["alpha"] = (found[f"{name}/sa"][:, 0], found[f"{name}/sb"][0])
+            yield name, a, b, options, d
+
+
+def rounded_to_tf32(x: np.ndarray) -> np.ndarray:
+    """Round finite float32 numbers to the 10 fraction bits of TF32, to nearest even, as cuBLAS does first."""
+    bits = x.view(np.uint32)
+    return ((bits + 0xFFF + (bits >> 13 & 1)) & 0xFFFFE000).astype(np.uint32).view(np.float32)
 
 
 def of_tcgen05() -> Iterator[Recorded]:
-    """Yield the result words of tcgen05.mma that a B200 returned, each with one row and one column."""
+    """Yield the result words of tcgen05.mma that a B200 returned, each with one row and one column.
+
+    Operands of sparse products are cut to the elements of K that the metadata keep, and to the scales of these.
+    """
     sm100 = fp4kit.unit("sm100")
     for word in json.loads((DATA / "tcgen05_b200.json").read_text()):
         kind, has_blocks, unit, operands = word["kind"], "scale" in word, sm100, []
+        kept = _kept(word["sparse_metadata"], len(word["a"]), kind != "mxf8f6f4") if "sparse_metadata" in word else None
         for x in "ab":
             element, codes = word[f"{x}_format"], np.array([word[x]], np.uint32)
+            codes = codes if kept is None else codes[:, kept]
             if kind == "bf16":
                 codes = codes >> 16  # stored as float32, whose low bits the card drops
-            if element in ("bf16", "f16"):
+            if element in ("tf32", "s8", "u8"):
+                size = np.uint32 if element == "tf32" else np.uint8
+                operands.append(codes.astype(size).view(_TYPES[element]))
+            elif element in ("bf16", "f16"):
                 operands.append(codes.astype(np.uint16).view(_TYPES["bf16" if element == "bf16" else "fp16"]))
             elif not has_blocks:
                 operands.append(_operand(element, codes.astype(np.uint8), None))
             else:
                 form = f"mx-{element}" if kind == "mxf8f6f4" else "nvfp4" if word["scale"] == "ue4m3" else "mxfp4"
                 form = "mxfp4-block16" if form == "mxfp4" and word["scale_vec"] == 4 else form
-                scales = np.array([word[f"scale_{x}"]], np.uint8)
+                block = 16 if word["scale_vec"] == 4 else 32
+                scales = np.array([word[f"scale_{x}"][: codes.shape[1] // block]], np.uint8)
                 operands.append(_operand(form, codes.astype(np.uint8), scales))
         if kind == "mxf8f6f4":
             unit = replace(sm100, fp4=None)  # this instruction multiplies E2M1 as the other MX formats
-        c, d = (np.array([[word[x]]], np.uint32).view(np.float32) for x in "cd")
+        if kind == "i8":
+            unit = replace(sm100, int8=fp4kit.IntegerAdd(saturate=word["saturate"]))
+        is_half = word.get("d_type") == "f16"
+        unit = fp4kit.unit("sm100-f16") if is_half else unit
+        bits, sums = (np.uint16, np.float16) if is_half else (np.uint32, np.int32 if kind == "i8" else np.float32)
+        c, d = (np.array([[word[x]]], bits).view(sums) for x in "cd")
         yield Recorded(f"tcgen05 {word['name']}", *operands, unit, c, d)
+
+
+def _kept(metadata: list[int], K: int, in_pairs: bool) -> np.ndarray:
+    """Return the indices along K that a sparse operand keeps: two elements, or pairs of elements, of each four.
+
+    metadata: words of 32 bits; each 4 bits, the lowest first, hold the two positions among the four.
+    """
+    size = 2 if in_pairs else 1
+    nibbles = np.array([word >> shift & 15 for word in metadata for shift in range(0, 32, 4)][: K // (4 * size)])
+    positions = 4 * np.arange(len(nibbles))[:, None] + np.stack([nibbles & 3, nibbles >> 2], -1)
+    return (positions.reshape(-1, 1) * size + np.arange(size)).ravel()
 
 
 def _kinds(case: str) -> tuple[list[str], Unit]:
@@ -186,7 +247,10 @@ def drawn(rng: np.random.Generator, kind: str, *shape: int) -> Any:
     if kind in _DTYPES:
         dtype = np.dtype(_DTYPES[kind])
         if wild:
-            return rng.integers(0, 256**dtype.itemsize, shape).astype(f"u{dtype.itemsize}").view(dtype)
+            bits = {"f4": 4, "f6": 6}.get(kind, 8 * dtype.itemsize)
+            return rng.integers(0, 2**bits, shape).astype(f"u{dtype.itemsize}").view(dtype)
+        if dtype.kind in "iu":
+            return rng.integers(np.iinfo(dtype).min, np.iinfo(dtype).max + 1, shape).astype(dtype)
         return rng.standard_normal(shape).astype(np.float32).astype(dtype)
     r = recipe_of(kind)
     codes = rng.integers(0, 2**r.element.bits, shape, np.uint8)
@@ -209,7 +273,12 @@ PAIRS = [
     *(("sm100", a, b) for a, b in (("e2m1", "e4m3"), ("e3m2", "e2m3"), ("e4m3", "e5m2"))),
     *((u, "bf16", "bf16") for u in ("sm100", "sm90", "sm80", "cdna3", "exact", "float64", "dequantized")),
     *((u, "f16", "f16") for u in ("sm100", "sm90", "sm89", "sm75", "sm70", "cdna3")),
-    *((u, "e4m3", "e5m2") for u in ("sm90", "sm89", "exact")),
+    *((u, "f16", "f16") for u in ("sm100-f16", "sm89-f16", "sm70-f16")),
+    *((u, "f32", "f32") for u in ("sm100", "sm80", "exact", "float64")),
+    *((u, "e4m3", "e5m2") for u in ("sm90", "sm89", "sm90-mma", "sm90-mma-f16", "sm89-f16", "exact")),
+    *(("sm90", a, b) for a, b in (("s8", "s8"), ("u8", "s8"), ("u8", "u8"))),
+    *(("sm100", a, b) for a, b in (("f4", "f6"), ("f4", "f4"))),
+    ("sm100-f16", "e2m1", "e4m3"),
     *(("cdna3", a, "e4m3fnuz") for a in ("e4m3fnuz", "e5m2fnuz")),
     ("exact", "f16", "bf16"),
     ("exact", "mx-e4m3", "nvfp4"),
@@ -219,10 +288,28 @@ PAIRS = [
 def drawn_options(rng: np.random.Generator, unit: str) -> dict[str, Any]:
     """Draw random options of matmul: alpha, out_dtype, and the unit, in some draws with another promotion length."""
     u = fp4kit.unit(unit)
-    if u.order is None and rng.random() < 0.3:
+    if u.order is None and u.fp8_as is None and rng.random() < 0.3:
         u = replace(u, promote=int(rng.choice([128, 384])))
     alpha = None if rng.random() < 0.6 else float(rng.standard_normal())
     return {"unit": u, "alpha": alpha, "out_dtype": rng.choice([np.float32, np.float32, np.float16, BF16])}
+
+
+def drawn_call(rng: np.random.Generator, pair: tuple[str, str, str], shape: tuple[int, int]) -> dict[str, Any]:
+    """Draw the arguments c, unit, alpha and out_dtype of matmul for a pair of PAIRS and a shape (M, N)."""
+    unit, left, _ = pair
+    found = {"c": drawn_c(rng, shape), **drawn_options(rng, unit)}
+    if left in ("s8", "u8"):
+        c = None if found["c"] is None else rng.integers(-(2**31), 2**31, shape).astype(np.int32)
+        saturating = replace(fp4kit.unit(unit), int8=fp4kit.IntegerAdd(saturate=bool(rng.random() < 0.5)))
+        return {"c": c, "unit": saturating}
+    if unit.endswith("f16") and found["c"] is not None:
+        with np.errstate(all="ignore"):
+            found["c"] = found["c"].astype(np.float16)
+    if left == "nvfp4" and found["unit"].fp4 and rng.random() < 0.4:
+        found["unit"] = replace(found["unit"], fp4=replace(found["unit"].fp4, group=4))
+    if rng.random() < 0.25:
+        found["alpha"] = tuple(rng.standard_normal(n).astype(np.float32) for n in shape)
+    return found
 
 
 def drawn_c(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray | None:
@@ -241,11 +328,11 @@ def drawn_c(rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray | No
 def as_quantized(x: Any) -> Any:
     """Return an operand in a form that CuPy, which has no float8 arrays, can hold.
 
-    A float8 array becomes a Quantized with the tensor scale 1. Other operands are returned unchanged. Return None for
-    AMD's FNUZ formats, which no recipe has.
+    A float8, float6 or float4 array becomes a Quantized with the tensor scale 1. Other operands are returned unchanged.
+    Return None for AMD's FNUZ formats, which no recipe has.
     """
     kind = str(getattr(x, "dtype", ""))
-    if isinstance(x, Quantized) or "float8" not in kind:
+    if isinstance(x, Quantized) or kind[:7] not in ("float8_", "float6_", "float4_"):
         return x
     return None if "fnuz" in kind else quantized(recipe_of(kind[7:11]), x.view(np.uint8), None)
 

@@ -1,7 +1,7 @@
 // Matrix products D = C + A B^T with the additions of GPU matrix units, or in other orders.
 //   K        the axis along which products are added
 //   step     the elements along K whose products a matrix unit adds at once
-//   term     one summand of a step, which is a product or the exact sum of 16 products
+//   term     one summand of a step, which is a product or the exact sum of a group of products
 //   power    2^exponent of a number, as a double; decoded elements of zero have the power 0
 //   panel    kProductLanes neighboring columns of D, which are computed at once, one per vector lane
 //   chain    the steps whose products are added to one sum before that sum is added to the total in float32
@@ -35,13 +35,13 @@ struct ProductOperand {
   i64 codes_step;              // the number of bytes from one row of codes to the next
   i64 scales_step;             // the number of bytes from one row of scales to the next
   i64 factors_step;            // 1 if every row has a factor of its own; 0 if all rows share one
-  i32 code_bits;               // the number of bits per code: 4, 8, 16 or, for float32, 32 (`values` is then not read)
+  i32 code_bits;               // the number of bits per code: 4, 8, 16 or, for float32, 32 (without tables)
   i32 block;                   // the number of elements per block scale
 };
 
 // The arguments of a product D (rows, columns) = C + A B^T. A row of the operand `a` is a row of A, and a row of `b` is
 // a column of B^T. cpu/library.py mirrors this struct. The fields from fraction_bits to c_vanishes matter for the
-// adders truncate, truncate_groups and floor only.
+// adders truncate, truncate_to_half, truncate_groups and floor only.
 struct ProductCall {
   ProductOperand a, b;
   const float* c;             // C, contiguous; nullptr for zeros
@@ -56,7 +56,9 @@ struct ProductCall {
   // zero_exponent: the exponent of a term that is zero. sums and c_vanishes are for floor only. sums: the number of
   // partial sums to which the products of a step are dealt in turn. c_vanishes: 1 if C counts as 0 when its exponent is
   // far below the largest.
-  i32 zero_exponent, sums, c_vanishes;
+  // group: the number of products per term, for truncate_groups.
+  // in_turn: 1 to multiply a sum by the factor of its column and then by that of its row, 0 by their product.
+  i32 zero_exponent, sums, c_vanishes, group, in_turn;
   i32 output;  // the dtype of `out`, as an index of with_input_type
   i32 input;   // the dtype of A in the same way, for the adder mlx_cpu only
 };
@@ -94,17 +96,26 @@ struct ProductPanel {
           scale = x.scale_values[code];
           power = scale == 0 ? 0 : x.scale_powers[code];
         }
-        const unsigned code = i < end ? code_at(x, codes, start + i) : 0;
-        const double element = i < end ? x.values[code] : 0;
+        const auto [element, own_power] = i < end ? element_at(x, codes, start + i) : std::pair<double, double>();
         elements[i][lane] = static_cast<float>(element);
         values[i][lane] = element * scale;
-        powers[i][lane] = element == 0 ? 0 : x.powers[code] * power;
+        powers[i][lane] = element == 0 ? 0 : own_power * power;
         if (i % 16 == 0) {
           scales[i / 16][lane] = i < end ? scale : 0;
           scale_powers[i / 16][lane] = i < end ? power : 0;
         }
       }
     }
+  }
+
+  // Return element k of the row of codes that begins at `codes`, and 2^exponent of the element.
+  static std::pair<double, double> element_at(const ProductOperand& x, const u8* codes, i64 k) {
+    if (x.code_bits == 32) {
+      const float value = reinterpret_cast<const float*>(codes)[k];
+      return {value, term_power(value, 0x1p-126)};
+    }
+    const unsigned code = code_at(x, codes, k);
+    return {x.values[code], x.powers[code]};
   }
 
   // Return code number k of the row of codes that begins at `codes`. Codes of x have 4, 8 or 16 bits (x.code_bits).
@@ -135,7 +146,7 @@ struct Adders {
 
   // Add the products of one step of a and b, starting at decoded element i, to the sums c as NVIDIA's matrix units do.
   // Every product is a term. c and the terms are aligned to the largest exponent among them, truncated toward zero to
-  // call.fraction_bits and added. The sum is truncated to call.output_bits and stored in c.
+  // call.fraction_bits and added. The sum is truncated to call.output_bits, or rounded to float16, and stored in c.
   void truncate(const Row& a, const Columns& b, i64 i, double* c) const {
     double largest[kProductLanes], inverse[kProductLanes], sum[kProductLanes];
     for (int l = 0; l < kProductLanes; ++l) largest[l] = sum_power(c[l], zero_power);
@@ -152,29 +163,35 @@ struct Adders {
     for (i64 k = i; k < i + call.step; ++k) {
       for (int l = 0; l < kProductLanes; ++l) sum[l] += toward_zero(a.values[k][0] * b.values[k][l] * inverse[l]);
     }
-    for (int l = 0; l < kProductLanes; ++l) c[l] = truncated_sum(sum[l] * (largest[l] * unit), call.output_bits);
+    for (int l = 0; l < kProductLanes; ++l) sum[l] *= largest[l] * unit;
+    if (call.adder == Adder::truncate_to_half) {
+      for (int l = 0; l < kProductLanes; ++l) c[l] = rounded_to_half(sum[l]);
+    } else {
+      for (int l = 0; l < kProductLanes; ++l) c[l] = truncated_sum(sum[l], call.output_bits);
+    }
   }
 
   // Add the products of one step of a and b, starting at decoded element i, to the sums c as NVIDIA's FP4 units do. A
-  // term is the exact sum of 16 products of elements, times the product of both block scales. Its exponent is that of
-  // this product of scales, or call.zero_exponent if all 16 products are zero or a scale is zero. c and the terms are
+  // term is the exact sum of call.group products of elements, times the product of both block scales. Its exponent is
+  // that of this product of scales, or call.zero_exponent if all its products are zero or a scale is zero. c and the terms are
   // aligned to the largest exponent among them, truncated toward zero to call.fraction_bits and added. The sum is
-  // truncated to call.output_bits and stored in c. i and call.step must be multiples of 16, and call.step at most 128.
+  // truncated to call.output_bits and stored in c. i and call.step must be multiples of 16, and call.step at most 128. call.group is 4 or 16.
   void truncate_groups(const Row& a, const Columns& b, i64 i, double* c) const {
-    constexpr int kMost = 8;  // the most groups per step
+    constexpr int kMost = 32;  // the most groups per step
     double terms[kMost][kProductLanes], largest[kProductLanes];
     for (int l = 0; l < kProductLanes; ++l) largest[l] = sum_power(c[l], zero_power);
-    const int groups = call.step / 16;
+    const int groups = call.step / call.group;
     for (int g = 0; g < groups; ++g) {
       float sum[kProductLanes] = {}, any[kProductLanes] = {};  // exact: multiples of 1/4 up to 576
-      for (i64 k = i + 16 * g; k < i + 16 * g + 16; ++k) {
+      const i64 start = i + call.group * g;
+      for (i64 k = start; k < start + call.group; ++k) {
         const float value = a.elements[k][0], magnitude = std::fabs(value);
         for (int l = 0; l < kProductLanes; ++l) {
           sum[l] += value * b.elements[k][l];
           any[l] += magnitude * std::fabs(b.elements[k][l]);
         }
       }
-      const i64 group = i / 16 + g;
+      const i64 group = start / 16;
       for (int l = 0; l < kProductLanes; ++l) {
         const double both = a.scale_powers[group][0] * b.scale_powers[group][l];
         const double power = any[l] == 0 || both == 0 ? zero_power : both;
@@ -247,6 +264,7 @@ struct Adders {
   void add(const Row& a, const Columns& b, i64 i, double* c) const {
     switch (call.adder) {
       case Adder::truncate:
+      case Adder::truncate_to_half:
         return truncate(a, b, i, c);
       case Adder::truncate_groups:
         return truncate_groups(a, b, i, c);
@@ -359,6 +377,7 @@ struct ProductTask {
       if (call.promote && ((k + i + call.step) % call.promote == 0 || k + i + call.step >= call.length)) {
         for (int l = 0; l < kProductLanes; ++l) {
           m.totals[r][p][l] = static_cast<float>(m.totals[r][p][l]) + static_cast<float>(c[l]);
+          if (call.adder == Adder::truncate_to_half) m.totals[r][p][l] = rounded_to_half(m.totals[r][p][l]);
           c[l] = 0;
         }
       }
@@ -371,7 +390,8 @@ struct ProductTask {
     const float* fa = call.a.factors;
     const float* fb = call.b.factors;
     if (fa && fb) {
-      sum *= fa[row * call.a.factors_step] * fb[column * call.b.factors_step];
+      const float of_row = fa[row * call.a.factors_step], of_column = fb[column * call.b.factors_step];
+      sum = call.in_turn ? sum * of_column * of_row : sum * (of_row * of_column);
     } else if (fa || fb) {
       sum *= fa ? fa[row * call.a.factors_step] : fb[column * call.b.factors_step];
     }
@@ -410,12 +430,6 @@ struct EngineTask {
   i64 panels() const { return (call.columns + kLanes - 1) / kLanes; }
   i64 count() const { return panels() * ((call.rows + kProductRows - 1) / kProductRows); }
 
-  // Return element k of the row of codes that begins at `codes`.
-  static float element(const ProductOperand& x, const u8* codes, i64 k) {
-    if (x.code_bits == 32) return reinterpret_cast<const float*>(codes)[k];
-    return static_cast<float>(x.values[Row::code_at(x, codes, k)]);
-  }
-
   // Compute the tile of D that belongs to task `index`, and store it in call.out.
   void run(i64 index) const {
     const i64 first = index % panels() * kLanes, columns = std::min(kLanes, call.columns - first);
@@ -426,7 +440,7 @@ struct EngineTask {
     for (i64 lane = 0; lane < columns; ++lane) {
       const u8* codes = static_cast<const u8*>(call.b.codes) + (first + lane) * call.b.codes_step;
       const u8* scale_codes = call.b.scales + (first + lane) * call.b.scales_step;
-      for (i64 k = 0; k < call.length; ++k) b[k * kLanes + lane] = element(call.b, codes, k) * times;
+      for (i64 k = 0; k < call.length; ++k) b[k * kLanes + lane] = static_cast<float>(Row::element_at(call.b, codes, k).first) * times;
       for (i64 i = 0; i < blocks; ++i)
         scales[i * kLanes + lane] = static_cast<float>(call.b.scale_values[scale_codes[i]]);
     }
@@ -435,7 +449,7 @@ struct EngineTask {
       const i64 used = std::min(kAtOnce, first_row + rows - row);
       for (i64 r = 0; r < used; ++r) {
         const u8* codes = static_cast<const u8*>(call.a.codes) + (row + r) * call.a.codes_step;
-        for (i64 k = 0; k < call.length; ++k) a[r * call.length + k] = element(call.a, codes, k);
+        for (i64 k = 0; k < call.length; ++k) a[r * call.length + k] = static_cast<float>(Row::element_at(call.a, codes, k).first);
         if (times == 2) quantize_q8_0(&a[r * call.length], &d[r * (call.length / 32)]);
       }
       float sums[kAtOnce][kLanes] = {};

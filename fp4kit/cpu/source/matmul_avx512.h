@@ -69,7 +69,7 @@ void load_first_sums(const ProductCall& call, i64 row, i64 rows, i64 padded, i64
 // the function `store` of matmul.h.
 void put_lanes(const ProductCall& call, i64 row, i64 first, const float* sums) {
   const float *fa = call.a.factors, *fb = call.b.factors;
-  if (call.output != kFloat32 || (fb && call.b.factors_step)) {
+  if (call.output != kFloat32 || (fb && (call.b.factors_step || call.in_turn))) {
     const i64 count = std::min<i64>(kProductLanes, call.columns - first);
     const ProductTask task{call};
     for (i64 lane = 0; lane < count; ++lane) task.put(row, first + lane, sums[lane]);
@@ -193,7 +193,7 @@ struct LaneColumns {
   }
 };
 
-// Decoder of the elements of an operand x, sixteen at a time. 16-bit codes are float16 or bfloat16. Codes of at most 8
+// Decoder of the elements of an operand x, sixteen at a time. 16-bit codes are float16 or bfloat16, and 32-bit codes float32. Codes of at most 8
 // bits are looked up in a table.
 struct LaneDecoder {
   const ProductOperand& x;
@@ -204,7 +204,7 @@ struct LaneDecoder {
   explicit LaneDecoder(const ProductOperand& operand)
       : x(operand),
         is_bfloat16(operand.code_bits == 16 && operand.values[0x3F80] == 1),
-        least(exponent_of(operand.powers[0])) {
+        least(operand.code_bits == 32 ? -126 : exponent_of(operand.powers[0])) {
     for (int code = 0; code < 256; ++code) {
       const bool exists = x.code_bits <= 8 && code < 1 << x.code_bits;
       const float value = exists ? static_cast<float>(x.values[code]) : 0;
@@ -253,6 +253,7 @@ struct LaneDecoder {
   __m512 sixteen(const u8* codes, i64 k, i64 count) const {
     const auto exist = static_cast<__mmask16>((1u << count) - 1);
     __m256i halves;
+    if (x.code_bits == 32) return _mm512_maskz_loadu_ps(exist, codes + 4 * k);
     if (x.code_bits == 16) {
       halves = _mm256_maskz_loadu_epi16(exist, codes + 2 * k);
       if (!is_bfloat16) return _mm512_cvtph_ps(halves);
@@ -565,8 +566,8 @@ struct LaneTask {
   // Return two numbers: element k of row `row` of an operand, times its block scale if there is one, and the power
   // (2^exponent) of this product. The power is 0 if the product is 0.
   static std::pair<double, double> element(const ProductOperand& x, i64 row, i64 k) {
-    const unsigned code = Row::code_at(x, static_cast<const u8*>(x.codes) + row * x.codes_step, k);
-    double value = x.values[code], power = value == 0 ? 0 : x.powers[code];
+    auto [value, power] = Row::element_at(x, static_cast<const u8*>(x.codes) + row * x.codes_step, k);
+    if (value == 0) power = 0;
     if (x.scales) {
       const u8 scale = x.scales[row * x.scales_step + k / x.block];
       value *= x.scale_values[scale];

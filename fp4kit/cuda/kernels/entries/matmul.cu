@@ -81,7 +81,7 @@ struct Sum {
   // Add one step to the sum by the adder kAdder (enum Adder in matmul_terms.cuh). The step is the products of row `row`
   // and column `column` of the tile at elements i ... i + a.step - 1 of the shared memory d.
   FP4KIT_DEVICE_MEMBER void add(const ProductArguments& a, const Decoded& d, int row, int column, int i) {
-    if constexpr (kAdder == Adder::truncate) {
+    if constexpr (kAdder == Adder::truncate || kAdder == Adder::truncate_to_half) {
       truncate(a, d, row, column, i);
     } else if constexpr (kAdder == Adder::truncate_groups) {
       truncate_groups(a, d, row, column, i);
@@ -108,8 +108,8 @@ struct Sum {
   }
 
   // Add the products of one step to the sum as NVIDIA's matrix units do: the sum and all products are aligned to the
-  // largest exponent among them, truncated to a.fraction_bits, and added. The result is truncated to a.output_bits. The
-  // arguments are those of `add`.
+  // largest exponent among them, truncated to a.fraction_bits, and added. The result is truncated to a.output_bits, or
+  // rounded to float16. The arguments are those of `add`.
   FP4KIT_DEVICE_MEMBER void truncate(const ProductArguments& a, const Decoded& d, int row, int column, int i) {
     const double zero_power = double_power(a.zero_exponent);
     const double least_a = double_power(a.a.least), least_b = double_power(a.b.least);
@@ -127,23 +127,24 @@ struct Sum {
       const double y = d.columns[k][column] * d.column_scales[k / kScaled][column];
       sum += toward_zero(x * y * inverse);
     }
-    value = truncated_sum(sum * (largest * double_power(-a.fraction_bits)), a.output_bits);
+    sum *= largest * double_power(-a.fraction_bits);
+    value = kAdder == Adder::truncate ? truncated_sum(sum, a.output_bits) : rounded_to_half(sum);
   }
 
-  // Add the products of one step to the sum as NVIDIA's FP4 units do. Each term is the exact sum of 16 products of
+  // Add the products of one step to the sum as NVIDIA's FP4 units do. Each term is the exact sum of a.group products of
   // elements, times the product of both block scales. The sum and the terms are aligned to the largest exponent among
   // them, truncated to a.fraction_bits, and added. The result is truncated to a.output_bits. The arguments are those of
   // `add`.
   FP4KIT_DEVICE_MEMBER void truncate_groups(const ProductArguments& a, const Decoded& d, int row, int column, int i) {
     const double zero_power = double_power(a.zero_exponent);
     double largest = sum_power(value, zero_power);
-    double terms[kDepth / 16];
-    const int groups = static_cast<int>(a.step) / 16;
+    double terms[kDepth / 4];
+    const int size = static_cast<int>(a.group), groups = static_cast<int>(a.step) / size;
     for (int g = 0; g < groups; ++g) {
-      const int first = i + 16 * g, group = first / kScaled;
+      const int first = i + size * g, group = first / kScaled;
       float sum = 0.0f;
       bool any = false;
-      for (int k = first; k < first + 16; ++k) {
+      for (int k = first; k < first + size; ++k) {
         const float product = d.rows[row][k] * d.columns[k][column];
         sum += product;
         any = any || product != 0.0f;
@@ -202,7 +203,7 @@ struct Sum<Adder::exact> {
 // Compute the results of the tile that begins at (row, column) of matrix `matrix`, and store them in a.out as Out
 // (store_product). Results outside of the matrix are left out. d is shared memory for the decoded elements. Every
 // thread computes kRows results of one column. If a.promote is not 0, a new sum (a chain) begins after every a.promote
-// elements along K, and the chains are added in float32. All threads of a thread block must call this function.
+// elements along K, and the chains are added in float32, or in float16 for Adder::truncate_to_half. All threads of a thread block must call this function.
 template <Adder kAdder, class Out>
 FP4KIT_DEVICE void multiply_tile(const ProductArguments& a, Decoded& d, i64 matrix, i64 row, i64 column) {
   const int lane = threadIdx.x % kTile, first = threadIdx.x / kTile;
@@ -226,6 +227,7 @@ FP4KIT_DEVICE void multiply_tile(const ProductArguments& a, Decoded& d, i64 matr
         sums[r].add(a, d, first + r * kStride, lane, i);
         if (ends) {
           totals[r] += sums[r].end();
+          if (kAdder == Adder::truncate_to_half) totals[r] = static_cast<float>(rounded_to_half(totals[r]));
           sums[r].begin(0.0f);
         }
       }

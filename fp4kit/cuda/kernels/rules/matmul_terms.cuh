@@ -11,7 +11,8 @@
 // How the products of a step (a group that the unit sums at once) are added to a sum. The order is that of ADDERS in
 // fp4kit/call/matmul.py.
 //   truncate         every product is a term; terms are aligned to the largest exponent, truncated and added
-//   truncate_groups  as truncate, but a term is the exact sum of 16 products
+//   truncate_to_half  as truncate, but the sum is rounded to float16 instead of being truncated
+//   truncate_groups  as truncate, but a term is the exact sum of `group` products
 //   floor            as CDNA3 does it (FloorDotAdd of fp4kit/units.py)
 //   exact            exactly; the sum is rounded once, at the end
 //   float64          products are added one by one in float64
@@ -20,6 +21,7 @@
 //   mlx_cpu, ggml_avx2, ggml_avx2_repacked  as these engines do on a CPU; only the C++ engine has them
 enum class Adder : i32 {
   truncate,
+  truncate_to_half,
   truncate_groups,
   floor,
   exact,
@@ -80,6 +82,12 @@ FP4KIT_DEVICE double truncated_sum(double sum, i64 bits) {
   const double normal = double_of(double_bits_of(sum) & ~((u64{1} << (52 - bits)) - 1));
   const double tiny = toward_zero(sum * double_power(126 + bits)) * double_power(-126 - bits);
   return static_cast<float>(fabs(sum) < 0x1p-126 ? tiny : normal) + 0.0;
+}
+
+// Round `sum`, an exact sum in a double, to float16, to nearest even. A zero is +0.
+FP4KIT_DEVICE double rounded_to_half(double sum) {
+  const double power = term_power(sum, 0x1p-14), rounded = rint(sum * over(10, power)) * (power * 0x1p-10);
+  return fabs(rounded) < 65536.0 ? rounded + 0.0 : sum * double_of(0x7FF0000000000000u);
 }
 
 // Return the sum of c and `count` terms as an NVIDIA matrix unit computes it. `largest` is the largest power among c

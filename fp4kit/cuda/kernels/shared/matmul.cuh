@@ -7,15 +7,15 @@
 #include "matmul_terms.cuh"
 
 // How the codes of an operand are stored: two 4-bit codes per byte (the first code in the low bits), one code per byte,
-// or 16-bit floats that are their own codes.
-enum class CodeKind { nibbles, bytes, float16, bfloat16 };
+// or floats that are their own codes.
+enum class CodeKind { nibbles, bytes, float16, bfloat16, float32 };
 
 // One operand of a matrix product: rows of codes along K.
 struct ProductOperand {
   const u8* codes;            // the codes of all matrices, contiguous
   const u8* scales;           // the codes of the block scales; null without block scales
   const float* factors;       // the tensor scale of every row; null if all tensor scales are 1
-  const float* values;        // the value of every element code; null for 16-bit floats
+  const float* values;        // the value of every element code; null for floats
   const float* scale_values;  // the magnitude of every scale code; null without block scales
   i64 kind;                   // a CodeKind, as an integer
   i64 block;                  // the number of elements per block scale
@@ -27,7 +27,7 @@ struct ProductOperand {
 };
 
 // A matrix product (batch, rows of a, rows of b) = c + a b^T. The fields after `promote` matter only for the adders
-// truncate, truncate_groups and floor.
+// truncate, truncate_to_half, truncate_groups and floor.
 //   c              what products are added to, contiguous, with the shape of the result; null for zeros
 //   out            the result, contiguous
 //   batch, length  the number of matrices, and K
@@ -38,12 +38,14 @@ struct ProductOperand {
 //   zero_exponent  the exponent that a zero term counts with
 //   sums           floor: the number of sums of products, 1 or 2
 //   c_vanishes     floor: 1 if C counts as 0 when its exponent is far below the largest (FloorDotAdd)
+//   group          truncate_groups: the number of products per term
+//   in_turn        1 to multiply a sum by the factor of its column and then by that of its row, 0 by their product
 struct ProductArguments {
   ProductOperand a, b;
   const float* c;
   void* out;
   i64 batch, length;
-  i64 step, promote, fraction_bits, output_bits, zero_exponent, sums, c_vanishes;
+  i64 step, promote, fraction_bits, output_bits, zero_exponent, sums, c_vanishes, group, in_turn;
 };
 
 // A group of products, in device memory. ends[i] is the number of tiles of products 0 to i. `tiles` is the number of
@@ -137,6 +139,8 @@ FP4KIT_DEVICE float element_at(const ProductOperand& x, i64 row, i64 k) {
       return x.values[codes[k]];
     case CodeKind::float16:
       return Float16::widen(reinterpret_cast<const u16*>(codes)[k]);
+    case CodeKind::float32:
+      return reinterpret_cast<const float*>(codes)[k];
     default:
       return Bfloat16::widen(reinterpret_cast<const u16*>(codes)[k]);
   }
@@ -157,7 +161,8 @@ FP4KIT_DEVICE void store_product(const ProductArguments& a, i64 matrix, i64 row,
   const float* column_factor = a.b.factors;
   const i64 m = row_index(a.a, matrix, row), n = row_index(a.b, matrix, column);
   if (row_factor && column_factor) {
-    sum *= row_factor[m] * column_factor[n];
+    const float of_row = row_factor[m], of_column = column_factor[n];
+    sum = a.in_turn ? sum * of_column * of_row : sum * (of_row * of_column);
   } else if (row_factor) {
     sum *= row_factor[m];
   } else if (column_factor) {
