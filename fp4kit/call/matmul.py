@@ -397,7 +397,7 @@ def operand(op: str, name: str, x: Any, u: Unit) -> Operand:
     if isinstance(x, Quantized):
         return quantized_operand(op, name, x.imported(op))
     kind = str(getattr(x, "dtype", "")).removeprefix("torch.")
-    if kind not in _ARRAY_ELEMENTS or (kind == "float32" and not _takes_float32(u)):
+    if kind not in _ARRAY_ELEMENTS or (kind == "float32" and not takes_float32(u)):
         got = kind or f"a {type(x).__name__}"
         hint = "; quantize it, or round it to bfloat16" if "float" in kind else ""
         raise TypeError(
@@ -421,7 +421,7 @@ def operand(op: str, name: str, x: Any, u: Unit) -> Operand:
     return Operand(codes, element, None, None, 1, None, k, name)
 
 
-def _takes_float32(u: Unit) -> bool:
+def takes_float32(u: Unit) -> bool:
     """Return whether a unit multiplies arrays of float32."""
     return u.tf32 is not None or u.order in ("exact", "float64", *ENGINE_ORDERS)
 

@@ -344,6 +344,7 @@ _IMPORTS = (
     ("formats", "from fp4kit import formats"),
     ("DotAdd", "from fp4kit import DotAdd"),
     ("FloorDotAdd", "from fp4kit import FloorDotAdd"),
+    ("IntegerAdd", "from fp4kit import IntegerAdd"),
 )
 _HELPERS = {
     "fuzz.arrays": ("View", "as_float8", "drawn", "given", "guarded", "largest", "overwrite", "touched", "with_codes"),

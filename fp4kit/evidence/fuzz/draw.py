@@ -11,7 +11,7 @@ from functools import cache
 from math import lcm, prod
 from typing import Any
 
-from fp4kit.call.matmul import Operand, step_of
+from fp4kit.call.matmul import Operand, step_of, takes_float32
 from fp4kit.call.search_scales import is_searchable
 from fp4kit.evidence.fuzz.arrays import DISTANCES, FORMATS, KINDS, NUMBERS, PATTERNS, DrawnArray
 from fp4kit.evidence.fuzz.recipes import Picks, Pool, Variant, draw_variant
@@ -19,7 +19,7 @@ from fp4kit.formats import E2M1, E4M3, E8M0
 from fp4kit.quantized.container import scale_shape, tensor_amax_shape
 from fp4kit.recipes import Recipe
 from fp4kit.recipes.rules import FAKE_RULES, NOISE_STOCHASTICS, SCALE_STOCHASTICS
-from fp4kit.units import ENGINE_ORDERS, UNITS, DotAdd, Unit
+from fp4kit.units import ENGINE_ORDERS, UNITS, DotAdd, IntegerAdd, Unit
 
 # {dtype of an operand that is an array: the format of its codes, or "" if it has 16 or 32 bits}
 ARRAYS = {
@@ -133,14 +133,21 @@ def units_for(a: Variant | str, b: Variant | str) -> tuple[str, ...]:
 
 @cache
 def _units_for(a: Operand | None, b: Operand | None) -> tuple[str, ...]:
-    # "dequantized" decodes both operands first, so it takes every recipe. Only engines take float32 arrays.
-    ids = ENGINE_ORDERS if a and a.element == "float32" else tuple(UNITS)
-    return tuple(id for id in ids if id == "dequantized" or (a and b and _accepts(a, b, id)))
+    # "dequantized" decodes both operands first, so it takes every recipe, but no float32 arrays.
+    arrays = [x.element for x in (a, b) if x]
+    return tuple(
+        id for id in UNITS if (id == "dequantized" and "float32" not in arrays) or (a and b and _accepts(a, b, id))
+    )
 
 
 def _accepts(a: Operand, b: Operand, id: str) -> bool:
+    u = UNITS[id]
+    if "float32" in (a.element, b.element) and not takes_float32(u):
+        return False
+    if u.order is None:
+        a, b = (x._replace(element="tf32") if x.element == "float32" else x for x in (a, b))
     try:
-        step_of("matmul", UNITS[id], a, b)
+        step_of("matmul", u, a, b)
     except ValueError:
         return False
     return True
@@ -158,8 +165,12 @@ def _draw_unit(d: Picks, ids: tuple[str, ...]) -> Unit:
 
 def _other_step(d: Picks, step: Any) -> Any:
     changes: dict[str, Any] = {"k": step.k * d.pick((1, 1, 2)), "zero_exponent": -d.pick((900, 139, 120, 2))}
+    if isinstance(step, IntegerAdd):
+        return step
     if isinstance(step, DotAdd):
-        changes |= {"fraction_bits": 1 + d.below(40), "output_bits": 1 + d.below(23)}
+        changes |= {"fraction_bits": 1 + d.below(40)}
+        changes |= {"output_bits": 1 + d.below(23)} if step.output == "float32" else {}
+        changes |= {"group": d.pick((4, 16))} if step.group > 1 else {}
     else:
         changes |= {"fraction_bits": 8 + d.below(25), "sum_bits": 8 + d.below(25)}
     return replace(step, **changes)
@@ -179,7 +190,8 @@ def _draw_product(d: Picks, recipe: Variant) -> DrawnProduct:
     c, is_engine = None, u.order in ENGINE_ORDERS
     if d.chance(0.6) and not is_engine:
         shape = (*lead, shape_a[-2], shape_b[-2])
-        c = d.array(d.pick(C_KINDS), d.pick(d.pool.dtypes), shape, d.view(len(shape), flat=False))
+        dtype = "float16" if u.id.endswith("-f16") else d.pick(d.pool.dtypes)
+        c = d.array(d.pick(C_KINDS), dtype, shape, d.view(len(shape), flat=False))
     needs_alpha = u.order == "mlx-cpu" and b.tensor_scale is not None
     alpha = float(d.pick(ALPHAS)) if d.chance(0.3) or needs_alpha else None
     swapped = d.chance(0.3) and not is_engine
@@ -192,7 +204,7 @@ def _kinds(d: Picks, recipe: Variant) -> tuple[Variant | str, Variant | str]:
         if set(ENGINE_ORDERS) & set(units_for(dtype, recipe)):
             return dtype, recipe
     if d.chance(0.3):
-        kind = d.pick(tuple(ARRAYS)[1:])
+        kind = d.pick(tuple(ARRAYS))
         family = [other for other in FLOAT8 if other.endswith("fnuz") == kind.endswith("fnuz")]
         return kind, d.pick(family) if kind in FLOAT8 else kind
     partners = _partners(d.pool, _operand(recipe))
