@@ -139,11 +139,7 @@ def _round_ties_away(a: np.ndarray) -> np.ndarray:
 
 
 def _round_by_a_sum(a: np.ndarray) -> np.ndarray:
-    """Round floats a >= 0 to the nearest integers, ties to even, through the sum a + 0.5, as auto-round does.
-
-    Return the integers as floats. The sum is rounded to the precision of a, so the number just below 0.5 gives 1
-    instead of 0, because its sum rounds to 1.
-    """
+    """Round a >= 0 through the rounded sum a + 0.5, as auto-round does, so that the number just below 0.5 gives 1."""
     half = a.dtype.type(0.5)
     return np.floor(a + half) - ((a - half) % 2 == 0)
 

@@ -36,4 +36,4 @@ Power = NewType("Power", str)
 """An objective of search_scales that raises errors to a power from 1 to 16, such as Power("p2.4")."""
 
 Objective: TypeAlias = Literal["mse", "mae", "max"] | Power
-"""What search_scales minimizes: the mean squared, mean absolute or largest error, or a power of the errors."""
+"""The error that search_scales minimizes: mean squared, mean absolute or largest error, or a power of the errors."""

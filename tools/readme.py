@@ -22,10 +22,10 @@ import numpy as np
 
 import fp4kit
 from fp4kit.checkpoint.containers.configs import LOADED, MIXTURES
-from fp4kit.checkpoint.containers.engines import VERSIONS
 from fp4kit.checkpoint.loaders import support
 from fp4kit.cli.convert import flags
 from fp4kit.cli.output import RECIPE_COLUMNS, grouped_recipe_rows, markdown
+from fp4kit.contract.engine_table import VERSIONS
 from fp4kit.cpu.engine import COVERAGE_COLUMNS, uncovered_rows
 from fp4kit.evidence.golden.check import COLUMNS, agreement_rows
 from fp4kit.evidence.live.run import adapters, exceptions
@@ -204,9 +204,10 @@ def engines() -> str:
         inputs = "-" if row.activations is None else f"`{row.activations.id}`{scales}"
         product = "in PyTorch" if row.product == "torch" else f"`{row.product}`"
         of_product = "" if row.evidence == row.product_evidence else f"; product {row.product_evidence}"
-        known = row.container in LOADED and row.engine in VERSIONS
-        cells = {one: support.cell(row.container, one, row.engine) for one in support.FAMILIES if known}
-        loads = ", ".join(one for one, cell in cells.items() if cell.status == "loads")
+        cells = support.cells_of(row.container, row.engine)
+        loads = ", ".join(
+            sorted((one for cell in cells if cell.status == "loads" for one in cells[cell]), key=support.FAMILIES.index)
+        )
         rows.append((name, row.scheme, weights, decoded, inputs, product, row.evidence + of_product, loads))
         needs[row.needs].append(f"{name} {row.version} ({'CPU' if row.device == 'cpu' else 'GPU'})")
     below = [f"- {', '.join(dict.fromkeys(names))}: {text}." for text, names in needs.items()]

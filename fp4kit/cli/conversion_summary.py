@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fp4kit.checkpoint.containers.configs import KNOWN_TO, MIXED
-from fp4kit.checkpoint.containers.engines import VERSIONS, comfy, mlx
+from fp4kit.checkpoint.containers.engines import comfy, mlx
 from fp4kit.checkpoint.containers.table import MODELOPT_AWQ
 from fp4kit.checkpoint.convert.convert import ConversionReport
 from fp4kit.checkpoint.convert.job import MERGE, QUANTIZE, REQUANTIZE
@@ -22,9 +22,10 @@ from fp4kit.checkpoint.plan.plan import Plan
 from fp4kit.checkpoint.selection.names import ENGINE
 from fp4kit.checkpoint.verify.reencode import SampledError, sampled_error
 from fp4kit.checkpoint.verify.verify import VerifyReport
+from fp4kit.contract.engine_table import VERSIONS
 from fp4kit.storage.files import CheckpointError, shown
 
-# format -> the engine for which it is made, for formats that support.py does not list
+# format -> the engine for which it is made, for formats of which engine_table.py says nothing
 _OWN_ENGINES = {"gguf": ENGINE, mlx.FORMAT: mlx.ENGINE, comfy.FORMAT: comfy.ENGINE}
 _SERVE = {
     "vLLM": "vllm serve {}",

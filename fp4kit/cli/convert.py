@@ -443,9 +443,7 @@ def _outcome_body(
 
 
 def _decibels(losses: Losses) -> dict[str, float]:
-    """Return the SQNR of a layer in decibels: {"sqnr_db_by_amax": without scale search, "sqnr_db": with scale
-    search}.
-    """
+    """Return the SQNR of a layer in decibels, without and with scale search."""
     return {"sqnr_db_by_amax": sqnr_db(losses.signal, losses.before), "sqnr_db": sqnr_db(losses.signal, losses.after)}
 
 

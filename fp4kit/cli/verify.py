@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from fp4kit.arguments import flag
-from fp4kit.checkpoint.containers.configs import LOADED
-from fp4kit.checkpoint.containers.engines import VERSIONS
 from fp4kit.checkpoint.executors import Options, cluster
 from fp4kit.checkpoint.findings import lines_of, recorded_activations
 from fp4kit.checkpoint.loaders import support
@@ -248,15 +246,9 @@ _SHOWN_OF_ENGINES = ("engine", "scheme", "route", "format", "weights", "activati
 
 def _loads(row: Serving) -> Iterator[tuple[str, str]]:
     """Yield (families of models, what the engine does with such a checkpoint of them), as far as it is known."""
-    if row.engine not in VERSIONS or row.container not in LOADED:
-        return
-    families: dict[support.Cell, list[str]] = {}
-    for family in support.FAMILIES:
-        families.setdefault(support.cell(row.container, family, row.engine), []).append(family)
-    for cell, names in families.items():
-        if cell.status != "unknown":
-            how = "" if cell.how == "run" else " (read in its source)"
-            yield f"models {', '.join(names)}", f"{cell.status}{how}{f'; {cell.note}' if cell.note else ''}"
+    for cell, names in support.cells_of(row.container, row.engine).items():
+        how = "" if cell.how == "run" else " (read in its source)"
+        yield f"models {', '.join(names)}", f"{cell.status}{how}{f'; {cell.note}' if cell.note else ''}"
 
 
 def _serving_row(row: Serving) -> dict[str, Any]:

@@ -1,7 +1,8 @@
 """Describe how a trainer or a server quantizes, as a Contract, and check that two sides compute with equal bits.
 
 schema.py has the settings of one side, sides.py the weights and values of a side and how it made them, compare_layer.py
-the comparison of one layer, parity.py the comparison of two sides, fp4kit.parity, and engines.py what engines compute.
+the comparison of one layer, parity.py the comparison of two sides, fp4kit.parity, engines.py what engines compute, and
+engine_table.py the table of engines.
 """
 
 from typing import Any

@@ -1,4 +1,4 @@
-"""List what each engine computes in a quantized linear layer, as a table of records, and return a record as a Contract.
+"""Return what an engine computes in a quantized linear layer, a row of engine_table.py, as a record or a Contract.
 
 A scheme, such as "nvfp4-w4a4", is the formats of weights and of activations. One engine may compute a scheme in several
 ways: from checkpoints of several formats, by several kernels, or by several ways of loading. Each is a row of its own.
@@ -10,15 +10,15 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import cache
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from fp4kit.arguments import as_word
+from fp4kit.contract.engine_table import CONTAINERS, ENGINES, TORCH
 from fp4kit.contract.schema import Contract, ServedDtype
 from fp4kit.recipes import Recipe, recipe
 from fp4kit.units import ENGINE_ORDERS, UNITS, Unit
 
 Evidence = Literal["live", "recorded", "derived"]
-TORCH = "torch"  # the product of engines that multiply decoded operands by torch.nn.functional.linear
 # The layers that engines fuse, so that `fp4kit convert` gives them one tensor amax.
 FUSED = (("gate_proj", "up_proj"), ("k_proj", "q_proj", "v_proj"))
 # Settings that no engine determines, because they belong to a checkpoint or a request.
@@ -112,280 +112,28 @@ class Serving:
         return f"{self.engine} {self.scheme}" + (f" ({more})" if more else "")
 
 
-class _Engine(NamedTuple):
-    """Rows of one engine that have these facts in common; see Serving.
-
-    evidence: that of the operands and that of the product.
-    rows: one line per row: scheme | container | weights, decode_rule | served_dtype | activations, input_scales. An
-        empty cell stands for "" or None, and "same" for the recipe of the weights.
-    """
-
-    engine: str
-    version: str
-    route: str
-    device: str
-    product: str
-    evidence: str
-    needs: str
-    rows: str
-
-
-_CONTAINERS = {
-    "ct-nvfp4": "compressed-tensors nvfp4-pack-quantized",
-    "ct-mxfp4": "compressed-tensors mxfp4-pack-quantized",
-    "ct-mxfp8": "compressed-tensors mxfp8-quantized",
-    "ct-fp8": "compressed-tensors FP8",
-    "ct-fp8-rows": "compressed-tensors FP8 per row",
-    "ct-fp8-blocks": "compressed-tensors FP8 128x128",
-    "mo-nvfp4": "modelopt NVFP4",
-    "mo-nvfp4a16": "modelopt W4A16_NVFP4",
-    "mo-mxfp8": "modelopt MXFP8",
-    **{f"mlx-{kind}": f"mlx {kind}" for kind in ("nvfp4", "mxfp4", "mxfp8")},
-    **{f"gguf-{kind.lower()}": f"gguf {kind}" for kind in ("NVFP4", "MXFP4")},
-}
-_IN_TORCH = "one PyTorch build and kind of CPU, one attention implementation, and the same rows per call, more than one"
-_TOKENS = "; inputs of three axes, because compressed-tensors gives a matrix one scale in place of one per row"
-_ON_CARD = "one card and one kernel; a kernel that splits the axis of the sum adds in another order"
-_LLAMA_CPP = "xllamacpp 2026.10.11549"
-_TABLE = (
-    _Engine(
-        "transformers",
-        "5.23.0 to 5.24.0, with compressed-tensors 0.20.0 to 0.20.1",
-        "",
-        "cpu",
-        TORCH,
-        "live live",
-        _IN_TORCH + _TOKENS,
-        """
-nvfp4-w4a16 | ct-nvfp4 | nvfp4-compressed-tensors | bfloat16 |
-nvfp4-w4a4 | ct-nvfp4 | nvfp4-compressed-tensors | bfloat16 | nvfp4-compressed-tensors-static, static
-mxfp4-w4a16 | ct-mxfp4 | mxfp4-compressed-tensors | bfloat16 |
-mxfp4-w4a4 | ct-mxfp4 | mxfp4-compressed-tensors | bfloat16 | same
-mxfp8-w8a8 | ct-mxfp8 | mxfp8-compressed-tensors | bfloat16 | same
-fp8-channel | ct-fp8-rows | fp8-modelopt-channel, fp8_compressed_tensors | | fp8-compressed-tensors-token
-fp8-tensor | ct-fp8 | fp8-modelopt, fp8_compressed_tensors | | fp8-compressed-tensors-token
-fp8-block | ct-fp8-blocks | fp8-deepgemm-block, fp8_compressed_tensors | | fp8-compressed-tensors-group
-""",
-    ),
-    _Engine(
-        "transformers",
-        "5.23.0 to 5.24.0, with compressed-tensors 0.20.0 to 0.20.1",
-        "dequantize=True",
-        "cpu",
-        TORCH,
-        "live live",
-        _IN_TORCH,
-        """
-nvfp4-w4a16 | ct-nvfp4 | nvfp4-compressed-tensors, compressed_tensors_bfloat16 | |
-mxfp4-w4a16 | ct-mxfp4 | mxfp4-compressed-tensors | |
-fp8-channel-w8a16 | ct-fp8-rows | fp8-modelopt-channel | |
-""",
-    ),
-    _Engine(
-        "vLLM",
-        "0.33.0",
-        "",
-        "cuda",
-        "sm100",
-        "derived derived",
-        _ON_CARD,
-        """
-nvfp4-w4a4 | ct-nvfp4 | nvfp4-compressed-tensors | | nvfp4-vllm-static-divisor, static
-nvfp4-w4a4 | mo-nvfp4 | nvfp4-modelopt | | nvfp4-vllm-static, static
-nvfp4-w4a4-token | | nvfp4-vllm-online | | nvfp4-flashinfer-token
-mxfp8-w8a8 | ct-mxfp8 | mxfp8-compressed-tensors | | mxfp8-flashinfer
-mxfp8-w8a8 | mo-mxfp8 | mxfp8-modelopt | | mxfp8-flashinfer
-""",
-    ),
-    _Engine(
-        "vLLM",
-        "0.33.0",
-        "emulation",
-        "cuda",
-        TORCH,
-        "recorded recorded",
-        f"{_ON_CARD}; --linear-backend emulation; a model in bfloat16 or float16",
-        """
-nvfp4-w4a4 | ct-nvfp4 | nvfp4-compressed-tensors | | nvfp4-vllm-emulation-cuda, static
-""",
-    ),
-    _Engine(
-        "vLLM",
-        "0.33.0",
-        "emulation without CUDA",
-        "cpu",
-        TORCH,
-        "recorded recorded",
-        f"{_IN_TORCH}; a model in bfloat16 or float16",
-        """
-nvfp4-w4a4 | ct-nvfp4 | nvfp4-compressed-tensors | | nvfp4-vllm-emulation, static
-mxfp8-w8a16 | ct-mxfp8 | mxfp8-compressed-tensors | bfloat16 |
-""",
-    ),
-    _Engine(
-        "SGLang",
-        "0.5.23",
-        "",
-        "cuda",
-        "sm100",
-        "derived derived",
-        _ON_CARD,
-        """
-nvfp4-w4a4 | mo-nvfp4 | nvfp4-modelopt | | nvfp4-flashinfer-static, static
-nvfp4-w4a4-token | | nvfp4-sglang-online | | nvfp4-flashinfer-token
-""",
-    ),
-    _Engine(
-        "TensorRT-LLM",
-        "its public kernels/quantization.cuh",
-        "",
-        "cuda",
-        "sm100",
-        "derived derived",
-        f"{_ON_CARD}; blocks whose scale underflows were not examined",
-        """
-nvfp4-w4a4 | mo-nvfp4 | nvfp4-modelopt | | nvfp4-flashinfer-static, static
-""",
-    ),
-    _Engine(
-        "FlashInfer",
-        "fb28d72",
-        "",
-        "cuda",
-        "sm100",
-        "recorded derived",
-        _ON_CARD,
-        """
-nvfp4-w4a4 | | nvfp4-flashinfer | | same, dynamic
-mxfp4-w4a4 | | mxfp4-flashinfer | | same
-mxfp8-w8a8 | | mxfp8-flashinfer | | same
-""",
-    ),
-    _Engine(
-        "FlashInfer",
-        "fb28d72",
-        "",
-        "cuda",
-        "sm100",
-        "derived derived",
-        _ON_CARD,
-        """
-nvfp4-w4a4-token | | nvfp4-flashinfer | | nvfp4-flashinfer-token
-""",
-    ),
-    _Engine(
-        "Transformer Engine",
-        "d0067d0",
-        "",
-        "cuda",
-        "sm100",
-        "recorded derived",
-        _ON_CARD,
-        """
-nvfp4-w4a4 | | nvfp4-te-2d | | nvfp4-te, dynamic
-nvfp4-w4a4-1d | | nvfp4-te | | same, dynamic
-nvfp4-w4a4-row | | nvfp4-te | | nvfp4-te-rowscaled
-mxfp8-w8a8 | | mxfp8-te | | same
-""",
-    ),
-    _Engine(
-        "torchao",
-        "0.18.0",
-        "",
-        "cpu",
-        TORCH,
-        "live live",
-        f"{_IN_TORCH}; kernel_preference=EMULATED for MX formats",
-        """
-nvfp4-w4a16 | | nvfp4-torchao | |
-mxfp4-w4a4-floor | | mxfp4-torchao-floor-018 | | same
-mxfp4-w4a4-rceil | | mxfp4-torchao-rceil-018 | | same
-mxfp4-w4a4-ceil | | mxfp4-torchao-ceil-018 | | same
-mxfp4-w4a4-even | | mxfp4-torchao-even-018 | | same
-mxfp8-w8a8-floor | | mxfp8-torchao-floor-018 | | same
-mxfp8-w8a8-rceil | | mxfp8-torchao-rceil-018 | | same
-mxfp8-w8a8-ceil | | mxfp8-torchao-ceil-018 | | same
-mxfp8-w8a8-even | | mxfp8-torchao-even-018 | | same
-""",
-    ),
-    _Engine(
-        "MLX",
-        "0.32.4",
-        "",
-        "cpu",
-        "mlx-cpu",
-        "live live",
-        "an x86-64 CPU",
-        """
-nvfp4-w4a16 | mlx-nvfp4 | nvfp4-mlx-cpu | |
-mxfp4-w4a16 | mlx-mxfp4 | mxfp4-mlx-cpu | |
-mxfp8-w8a16 | mlx-mxfp8 | mxfp8-mlx-cpu | |
-""",
-    ),
-    _Engine(
-        "llama.cpp",
-        _LLAMA_CPP,
-        "",
-        "cpu",
-        "ggml-avx2-repacked",
-        "recorded live",
-        "a build for AVX2 without VNNI; inputs in float32, which the product quantizes to Q8_0",
-        """
-mxfp4-w4a8 | gguf-mxfp4 | mxfp4-gguf | |
-""",
-    ),
-    _Engine(
-        "llama.cpp",
-        _LLAMA_CPP,
-        "without repacking",
-        "cpu",
-        "ggml-avx2",
-        "recorded live",
-        "a build for AVX2 without VNNI; inputs in float32, which the product quantizes to Q8_0",
-        """
-mxfp4-w4a8 | gguf-mxfp4 | mxfp4-gguf | |
-nvfp4-w4a8 | gguf-nvfp4 | nvfp4-gguf | |
-""",
-    ),
-    _Engine(
-        "Model-Optimizer",
-        "0.47.0",
-        "",
-        "cpu",
-        TORCH,
-        "recorded recorded",
-        _IN_TORCH,
-        """
-fp8-tensor | | fp8-modelopt | | same, static
-fp8-token | | fp8-modelopt-channel-cpu | | same
-""",
-    ),
-)
-
-
 def _servings() -> Iterator[Serving]:
-    """Yield the rows of _TABLE."""
-    for one in _TABLE:
-        for line in one.rows.strip().split("\n"):
+    for engine, way in ((one, way) for one in ENGINES for way in one.computes):
+        for line in way.rows.strip().split("\n"):
             scheme, container, made, dtype, inputs = (cell.strip() for cell in line.split("|"))
             weights, _, rule = (part.strip() for part in made.partition(","))
             activations, _, scales = (part.strip() for part in inputs.partition(","))
             name = weights if activations == "same" else activations
-            operands, of_product = one.evidence.split()
+            operands, of_product = way.evidence.split()
             facts: dict[str, Any] = {"served_dtype": dtype or None, "input_scales": scales or None}
             facts |= {"evidence": operands, "product_evidence": of_product}
             yield Serving(
-                one.engine,
-                one.version,
+                engine.name,
+                f"{engine.version} {engine.further}".strip(),
                 scheme,
-                one.route,
-                one.device,
-                _CONTAINERS.get(container, container),
+                way.route,
+                way.device,
+                CONTAINERS.get(container, container),
                 recipe(weights),
                 rule,
                 activations=recipe(name) if name else None,
-                product=one.product,
-                needs=one.needs,
+                product=way.product,
+                needs=way.needs,
                 **facts,
             )
 

@@ -42,7 +42,7 @@ from fp4kit.recipes import Recipe
 from fp4kit.storage.files import listed
 
 SideLike: TypeAlias = "Contract | str | Path | Mapping[str, Any] | Callable[[str, Any], Any] | tuple[Contract, Any]"
-"""What describes a side: a Contract, a path, tensors by name, a function, or a Contract with one of the others."""
+"""The description of a side: a Contract, a path, tensors by name, a function, or a Contract with one of the others."""
 
 _TOKENS = 64  # number of rows of random inputs
 _SIGNIFICANDS = (1, 1.25, 1.5, 1.75, 1.875)  # random amaxes are near products of these numbers and powers of two

@@ -46,7 +46,7 @@ class NewArray(NamedTuple):
 
 
 class _Outputs(NamedTuple):
-    """What a call writes: one entry of the first three fields per new array. A computed amax is the last array.
+    """Arrays that a call writes: one entry of the first three fields per new array. A computed amax is the last array.
 
     names: the fields of `out` that are used in place of new arrays.
     arguments: the names of the kernel's arguments.

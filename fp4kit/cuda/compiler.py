@@ -224,7 +224,7 @@ def instantiation(file: str, struct: str = "", group: str = "", threads: int = 0
 
 
 class GroupedEntry(NamedTuple):
-    """What differs between kernels for groups, whose entries are otherwise equal (kernels/README.md, section Groups).
+    """Differences between kernels for groups, whose entries are otherwise equal (kernels/README.md, section Groups).
 
     Attributes:
         member: the declaration of the arguments of one tensor. They are taken by reference or by value, whichever needs

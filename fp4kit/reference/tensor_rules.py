@@ -579,9 +579,6 @@ def amax_interval(scale: Array, recipe: Recipe, dtype: Dtype, steps: int = FAR) 
 def _kept_interval(
     scale: bytes, shape: tuple[int, ...], recipe: Recipe, dtype: Dtype, steps: int
 ) -> tuple[Array, Array]:
-    """Return amax_interval of the float32 numbers with the bytes `scale` and the given shape, kept in a cache of
-    1024.
-    """
     # The arrays are shared with later calls, so a caller must not change them.
     return _interval(np.frombuffer(scale, np.float32).reshape(shape), recipe, dtype, steps)
 

@@ -13,8 +13,10 @@ import pytest
 import fp4kit
 from fp4kit.checkpoint.containers.configs import LOADED
 from fp4kit.checkpoint.containers.table import CONTAINERS
+from fp4kit.checkpoint.loaders import support
 from fp4kit.checkpoint.plan.request import Request
 from fp4kit.cli import main
+from fp4kit.contract.engine_table import VERSIONS
 from fp4kit.contract.engines import FUSED, OF_CHECKPOINTS
 
 ROWS = fp4kit.servings()
@@ -35,6 +37,15 @@ def test_a_row_names_what_exists(row: fp4kit.Serving) -> None:
     scales = row.activations is not None and row.activations.tensor_scaling == "tensor"
     assert (row.input_scales is not None) == scales
     assert contract.shared_amax == (FUSED if row.shares_amax else ())
+
+
+def test_an_engine_loads_the_containers_from_which_it_computes() -> None:
+    examined = [row for row in ROWS if row.engine in VERSIONS and row.container]
+    for row in examined:
+        found = support.cells_of(row.container, row.engine)
+        assert any(cell.status == "loads" and "dense" in families for cell, families in found.items())
+    assert {row.engine for row in examined} == {"transformers", "vLLM", "SGLang"}
+    assert not support.cells_of("mlx nvfp4", "vLLM") and not support.cells_of("modelopt NVFP4", "TensorRT-LLM")
 
 
 def test_the_first_row_of_an_engine_and_a_scheme_is_the_default() -> None:

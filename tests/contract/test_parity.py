@@ -463,6 +463,15 @@ def test_hadamard_transforms():
     assert layer.setting == "hadamard is 128 with signs +--+... in train and none in rollout; use one on both sides"
 
 
+def test_hadamard_transforms_only_weights_that_are_quantized():
+    excludes = BASE.stating(shared_amax=(), excluded=("m.down_proj",))
+    layer = parity(excludes.stating(hadamard=16), excludes, weights=DOWN).layers[0]
+    assert layer.values == (0, 32 * 384)  # neither side quantizes it, so no transform is applied
+    q = {n: fp4kit.quantize(w, "nvfp4-te", hadamard="no_signs") for n, w in DOWN.items()}
+    found = parity((BASE.stating(hadamard=16), q), (BASE.stating(hadamard=16), q))
+    assert found.equal  # without weights there is nothing to transform
+
+
 def test_stored_input_scales_are_noted():
     found = parity(BASE.stating(input_scales="static"), BASE.stating(input_scales="dynamic"), weights=W)
     assert found.notes == ("stored input scales of train; inputs are compared with their own amax",)

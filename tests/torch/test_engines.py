@@ -71,7 +71,7 @@ def assert_equal_logits(a: Any, b: Any) -> None:
 OF_TRANSFORMERS = [row.scheme for row in fp4kit.servings() if row.engine == "transformers" and not row.route]
 USUAL = [("Llama", "nvfp4-w4a4"), ("Qwen3Moe", "mxfp4-w4a16")]
 # transformers multiplies the experts of Qwen3-MoE without NVFP4's global scale, and rejects those of MXFP8
-# (fp4kit/checkpoint/loaders/support.py).
+# (fp4kit/contract/engine_table.py).
 REST = [(kind, scheme) for kind in ("Llama", "Qwen3") for scheme in OF_TRANSFORMERS if (kind, scheme) not in USUAL]
 REST += [("Qwen3Moe", scheme) for scheme in OF_TRANSFORMERS if scheme.startswith("fp8") or scheme == "mxfp4-w4a4"]
 

@@ -154,7 +154,7 @@ def test_distributed_tensors_are_refused_with_the_way_out(mesh):
     ("given", "text"),
     [
         (SETTINGS, r"0\.weight is a DTensor; call fake_quantize_model before fully_shard"),
-        ("nvfp4-te", "is sharded by fully_shard; call parallelize_module first, then fake_quantize"),
+        ("nvfp4-te", "fake_quantize_model: the model is sharded by fully_shard; call parallelize_module first, then"),
     ],
 )
 def test_sharding_comes_after_fake_quantization(mesh, given, text):
@@ -171,6 +171,10 @@ def test_sharding_comes_after_fake_quantization(mesh, given, text):
     assert list(first.state_dict()) == list(plain.state_dict())
     with pytest.raises(TypeError, match=text):
         ft.fake_quantize_model(fully_shard(model(), mesh=mesh), given)
+    if given == "nvfp4-te":
+        part = torch.nn.ModuleDict({"mlp": fully_shard(model(), mesh=mesh)})
+        with pytest.raises(TypeError, match="fake_quantize_model: mlp is sharded by fully_shard"):
+            ft.fake_quantize_model(part, given)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])

@@ -1,28 +1,18 @@
-"""Name the examined engines, the programs that load quantized checkpoints, and describe a fault that one would meet
-(Issue). ``comfy`` and ``mlx`` write files for ComfyUI and mlx-lm: they choose the container, declare it, and check
-that the engine can load the layers.
+"""Describe a fault that an engine, a program that loads quantized checkpoints, would meet (Issue). ``comfy`` and
+``mlx`` write files for ComfyUI and mlx-lm: they choose the container, declare it, and check that the engine can load
+the layers.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from fp4kit.checkpoint.containers import table
+from fp4kit.contract.engine_table import VERSIONS
 from fp4kit.recipes import RECIPES, Recipe, several
 from fp4kit.storage.files import CheckpointError, shown
-
-VERSIONS = {
-    "vLLM": "0.33.0",
-    "SGLang": "0.5.23",
-    "transformers": "5.23.0",
-    "compressed-tensors": "0.20.0",
-    "Model-Optimizer": "0.47.0",
-}
-Status = Literal["loads", "fails", "wrong values", "unknown"]
-How = Literal["run", "read", ""]
-SERVING = ("vLLM", "SGLang", "transformers")  # engines that run a model; others in VERSIONS only decode its tensors
 
 
 def named(engines: Iterable[str]) -> str:

@@ -196,16 +196,10 @@ def sglang_mxfp8(module: str, patterns: Sequence[str]) -> bool:
 
 
 def _ct_expression(pattern: str) -> str | None:
-    """Return the text after ``re:`` of a compressed-tensors pattern; None for a pattern without ``re:``, a plain
-    name.
-    """
     return pattern.removeprefix("re:") if pattern.startswith("re:") else None
 
 
 def _ct_name(module: str, prepared: Patterns) -> bool:
-    """Return whether a list has the exact name of ``module``, or a ``re:`` pattern that matches the name's
-    beginning.
-    """
     return module in prepared.names or any(each.match(module) for each in prepared.expressions(_ct_expression))
 
 
@@ -232,9 +226,7 @@ sglang_compressed_tensors = partial(_served_ct, fused=SGLANG_FUSED)
 
 
 def _up_to_a_part(pattern: str) -> str:
-    """Return a regular expression like ``pattern`` whose matches must end at a boundary between parts of a dotted
-    name.
-    """
+    """Return ``pattern`` with the condition that matches end at a boundary between parts of a dotted name."""
     return rf"(?:{pattern})(?:(?<=\.)|(?=\.|$))"
 
 

@@ -14,14 +14,15 @@ from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
 from fp4kit.checkpoint.containers.configs import LOADED, config_findings, has_static_inputs, quantization_config
-from fp4kit.checkpoint.containers.engines import SERVING, Issue, finding
+from fp4kit.checkpoint.containers.engines import Issue, finding
 from fp4kit.checkpoint.containers.table import CODES, DEEPSEEK_V4, INPUT_SCALE, SCALES, TENSOR_SCALE, Config, Container
 from fp4kit.checkpoint.containers.table import container as container_called
 from fp4kit.checkpoint.loaders.exclusions import READERS, container_of
-from fp4kit.checkpoint.loaders.support import SPLIT_EXPERTS, engines_for, family_of, known_traps, split_experts
+from fp4kit.checkpoint.loaders.support import engines_for, family_of, known_traps, split_experts
 from fp4kit.checkpoint.model.weights import Weight
 from fp4kit.checkpoint.selection.names import fused_groups, group_name, split_module
 from fp4kit.checkpoint.selection.selection import candidate, diffusers_class, model_facts
+from fp4kit.contract.engine_table import SERVING, SPLIT_EXPERTS
 from fp4kit.formats import FLT_MIN
 from fp4kit.storage.files import CheckpointError, shown
 

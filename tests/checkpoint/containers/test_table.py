@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from fp4kit.checkpoint.containers.configs import FORMATS, KINDS, LOADED, MIXTURES, WRITTEN, container_id, declarations
-from fp4kit.checkpoint.containers.engines import VERSIONS
 from fp4kit.checkpoint.containers.table import CODES, CONTAINERS, INPUT_SCALE, TENSOR_SCALE, Container
 from fp4kit.checkpoint.loaders import support
 from fp4kit.checkpoint.loaders.exclusions import READERS
+from fp4kit.contract.engine_table import VERSIONS
 from fp4kit.formats import ElementFormat
 
 TABLES: dict[str, Any] = json.loads((Path(__file__).parents[2] / "data" / "tables.json").read_text())

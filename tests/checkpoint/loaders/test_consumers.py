@@ -494,7 +494,7 @@ def test_transformers_still_drops_the_global_scale_of_experts(made: Path, conver
     loaded, numbers = _loaded(root), _loaded(_back(root, made / name))
     _logits(loaded)  # weights stay packed until the model runs
     wrong = _different(loaded, numbers)
-    assert wrong and all(".experts." in n for n in wrong), "repaired? then loaders/support.py says too little"
+    assert wrong and all(".experts." in n for n in wrong), "repaired? then engine_table.py says too little"
 
 
 def test_a_gguf_file_of_the_same_codes_gives_the_same_logits(made: Path, converted: Any, tmp_path: Path) -> None:

@@ -15,13 +15,13 @@ from exhaustive import exhaustive
 import fp4kit
 from fp4kit.checkpoint import convert, make_plan
 from fp4kit.checkpoint.loaders import exclusions, support
-from fp4kit.checkpoint.loaders.support import SPLIT_EXPERTS
 from fp4kit.checkpoint.model.inspect import inspect_checkpoint
 from fp4kit.checkpoint.model.slabs import Readers, slabs, values_of
 from fp4kit.checkpoint.model.transforms import gate_first
 from fp4kit.checkpoint.model.weights import HeadOrder, Weight
 from fp4kit.checkpoint.selection.selection import Wishes
 from fp4kit.checkpoint.verify.verify import verify
+from fp4kit.contract.engine_table import SPLIT_EXPERTS
 
 synthetic.DTYPE_NAMES.setdefault(np.dtype("u4"), "U32")
 pytestmark = pytest.mark.filterwarnings("ignore")  # warnings come from transformers

@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 from together import together
 
-from fp4kit.checkpoint.containers import engines
 from fp4kit.checkpoint.containers.configs import FORMATS, KINDS, LOADED, MIXTURES, loaded_container
 from fp4kit.checkpoint.loaders import support
+from fp4kit.contract.engine_table import VERSIONS
 
 
 def test_only_unknown_cells_lack_a_source() -> None:
     for (container, family, engine), cell in support.CELLS.items():
-        assert container in {*LOADED, *MIXTURES} and engine in engines.VERSIONS and family in support.FAMILIES
+        assert container in {*LOADED, *MIXTURES} and engine in VERSIONS and family in support.FAMILIES
         assert (cell.how == "") == (cell.status == "unknown"), (container, family)
         assert cell.note or cell.status in ("loads", "unknown"), (container, family, engine)
 
@@ -136,7 +136,7 @@ def test_the_table_of_the_documentation() -> None:
     for row in rows:
         container_id, families, *cells = row.strip("| ").split(" | ")
         for family in families.split(", "):
-            for engine, shown in zip(engines.VERSIONS, cells, strict=True):
+            for engine, shown in zip(VERSIONS, cells, strict=True):
                 status = support.cell(container_id, family, engine).status
                 assert shown.startswith("?" if status == "unknown" else status)
 

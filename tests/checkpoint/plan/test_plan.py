@@ -15,11 +15,11 @@ import pytest
 import synthetic
 from synthetic import refused
 
-from fp4kit.checkpoint.loaders.support import SPLIT_EXPERTS
 from fp4kit.checkpoint.model.weights import layer_names
 from fp4kit.checkpoint.plan.make_plan import make_plan
 from fp4kit.checkpoint.plan.plan import Plan
 from fp4kit.checkpoint.selection.selection import Wishes
+from fp4kit.contract.engine_table import SPLIT_EXPERTS
 
 AGAIN = {"requantize": True}
 ALL = synthetic.MODELS | synthetic.GPT_OSS | synthetic.QUANTIZED
