@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import combinations_with_replacement
+from itertools import combinations_with_replacement, product
 from math import isqrt
 from typing import Any
 
@@ -34,11 +34,13 @@ PLAIN = [Variant("fp8-modelopt", (("element", each), ("nan_code", None))) for ea
 PAIRS: dict[str, list[tuple[Any, Any]]] = {
     "float16": [("float16", "float16")],
     "bfloat16": [("bfloat16", "bfloat16")],
+    "tf32": [("float32", "float32")],
     "fp8": [*combinations_with_replacement(("float8_e4m3fn", "float8_e5m2"), 2)],
     "fp8_fnuz": [*combinations_with_replacement(("float8_e4m3fnuz", "float8_e5m2fnuz"), 2)],
     "fp6_fp4": [*combinations_with_replacement(PLAIN, 2)][:-1],  # without two operands of 8 bits
     "mx": [*combinations_with_replacement(MX, 2)][:-1],  # without two operands of 4 bits
     "fp4": [(Variant(id), Variant(id)) for id in ("nvfp4-te", "mxfp4-ocp")],
+    "int8": [*product(("int8", "uint8"), repeat=2)],
 }
 PROMOTE = 384  # a multiple of the step of every unit
 LARGEST = 1 << 21  # the largest number of products of elements per matrix product
@@ -81,7 +83,16 @@ def products(unit: Unit, seed: int) -> Iterator[tuple[Any, Any, dict[str, Any]]]
         kind = d.pick([*unit.steps()])
         pair = d.pick(PAIRS[kind])
         multiple = max(1 if isinstance(each, str) else each.recipe.length_multiple for each in pair)
-        M, N, K = shape_of(d, getattr(unit, kind).k, multiple)
+        step = getattr(unit, kind)
+        M, N, K = shape_of(d, step.k, multiple)
+        if kind == "int8":
+            a, b = (
+                np.frombuffer(d.rng.bytes(rows * K), each).reshape(rows, K)
+                for each, rows in zip(pair, (M, N), strict=True)
+            )
+            c = np.frombuffer(d.rng.bytes(4 * M * N), np.int32).reshape(M, N)
+            yield a, b, {"unit": replace(unit, int8=replace(step, saturate=d.chance(0.5))), "c": c}
+            continue
         patterns = draw_patterns(d)
         a, b = (
             operand(draw_operand(d, each, (rows, K), pattern))
@@ -89,8 +100,10 @@ def products(unit: Unit, seed: int) -> Iterator[tuple[Any, Any, dict[str, Any]]]
         )
         c = None
         if d.chance(0.7):
-            c = drawn(d.pick(C_KINDS), "float32", (M, N), int(d.rng.integers(1 << 40)))
-        yield a, b, {"unit": replace(unit, promote=PROMOTE) if d.chance(0.2) else unit, "c": c, "alpha": 1.0}
+            sums = getattr(step, "output", "float32")
+            c = drawn(d.pick(C_KINDS), sums, (M, N), int(d.rng.integers(1 << 40)))
+        promotes = unit.fp8_as is None and d.chance(0.2)
+        yield a, b, {"unit": replace(unit, promote=PROMOTE) if promotes else unit, "c": c, "alpha": 1.0}
 
 
 def compare(unit: Unit, sums: int, seed: int) -> Counter[str]:

@@ -129,7 +129,7 @@ def test_draws_reach_everything():
     found = products(1500)
     assert {p.unit.id for p in found} == {u.id for u in fp4kit.units()}
     changed = set().union(*(changes_of(p.unit) for p in found))
-    assert changed == {"float16", "bfloat16", "fp8", "fp8_fnuz", "fp6_fp4", "mx", "fp4", "promote"}
+    assert changed == {"float16", "bfloat16", "fp8", "fp8_fnuz", "fp6_fp4", "mx", "fp4", "tf32", "promote"}
     assert {x.dtype for p in found for x in (p.a, p.b)} == {"", *ARRAYS}
     assert {p.alpha for p in found} == {None, *ALPHAS} and {p.out_dtype for p in found} == set(PRODUCTS.dtypes)
     assert {x.layout for p in found for x in (p.a, p.b)} == {"linear", "swizzled_128x4", "swizzled_8x4"}
@@ -150,7 +150,7 @@ def test_products_of_engines_are_drawn():
 def test_few_products_are_refused():
     pool = replace(SMALL_PRODUCTS, faults=False)
     report = fuzz.run(None, 600, 1, cases=90, pool=pool)
-    assert report.failures == [] and report.total("refused") == 0 and report.total("values") > 4_000
+    assert report.failures == [] and report.total("refused") == 0 and report.total("values") > 3_000
     sums = Counter()
     for number in range(90):
         p = draw(fuzz.CASES_PER_SEED + number, pool)[0].product
@@ -172,8 +172,8 @@ def test_units_of_two_operands():
     assert units_for(nvfp4, nvfp4) == ("sm100", *orders)
     assert units_for(nvfp4, mxfp4) == ("exact", "float64", "dequantized")
     assert units_for(int8, int8) == ("dequantized",)
-    assert units_for("float32", nvfp4) == ("mlx-cpu", "ggml-avx2")
-    assert units_for("float32", mxfp4) == ("mlx-cpu", "ggml-avx2", "ggml-avx2-repacked")
+    assert units_for("float32", nvfp4) == ("exact", "float64", "mlx-cpu", "ggml-avx2")
+    assert units_for("float32", mxfp4) == ("exact", "float64", "mlx-cpu", "ggml-avx2", "ggml-avx2-repacked")
     assert units_for("bfloat16", mxfp4) == ("exact", "float64", "dequantized", "mlx-cpu")
     assert units_for("float16", "float16")[:4] == ("sm100", "sm90", "sm90-mma", "sm100-mma")
 
