@@ -280,6 +280,7 @@ _HALF_SUMS = ("float16", "fp8", "fp6_fp4")
 
 _NO = "no; compared only with MMA-Sim, whose authors tested their model on this hardware"
 _PUBLISHED = "published sums of mma.sync"  # MATLAB-tensor-core, TACO 10.1145/3830409
+_DRAWN = "more than 10 million drawn chains of each mma.sync"  # tests/cuda/test_gpu_silicon.py
 _HOPPER_16 = DotAdd(k=16, fraction_bits=25, output_bits=23, zero_exponent=-133)
 _HOPPER_TF32 = replace(_HOPPER_16, k=8)
 _AMPERE_16 = DotAdd(k=8, fraction_bits=24, output_bits=23, zero_exponent=-132)
@@ -325,8 +326,7 @@ UNITS: Mapping[str, Unit] = {
             int8=IntegerAdd(),
             checked="on an H100: cuBLASLt's products of E4M3 with E4M3 and with E5M2 (fast accumulation, and slow"
             " accumulation as promote=128), of float16, bfloat16 and int8, and of TF32 as promote=32 or 64; on an H200:"
-            " 30,720 recorded sums of mma.sync of float16, bfloat16 and TF32, and 16,384 of integers; 17,500"
-            f" {_PUBLISHED} on both",
+            f" {_DRAWN} of float16, bfloat16, TF32 and integers; on both 25,000 published sums of all but integers",
         ),
         *(
             Unit(
@@ -339,7 +339,7 @@ UNITS: Mapping[str, Unit] = {
                 checked=f"{checked} of E4M3 and E5M2",
             )
             for id, checked in (
-                ("sm90", "on an H200: 30,720 recorded sums of mma.sync"),
+                ("sm90", f"on an H200: {_DRAWN}"),
                 ("sm100", f"on a B200: 5,000 {_PUBLISHED}"),
             )
         ),
@@ -373,7 +373,7 @@ UNITS: Mapping[str, Unit] = {
         *(
             Unit(f"{id}-f16", float16=_half(_HOPPER_16, -21), fp8_as="float16", checked=checked)
             for id, checked in (
-                ("sm90-mma", f"on an H200: 30,720 recorded sums of mma.sync; on it and an H100: 15,000 {_PUBLISHED}"),
+                ("sm90-mma", f"on an H200: {_DRAWN}; on it and an H100: 15,000 {_PUBLISHED}"),
                 ("sm100-mma", f"on a B200: 7,500 {_PUBLISHED}"),
             )
         ),

@@ -239,6 +239,7 @@ UNIT_COLUMNS = (
     "products per step",
     "bits of a term",
     "bits of the sum",
+    "from exact",
     "compared with hardware",
 )
 HARDWARE = {
@@ -250,16 +251,24 @@ HARDWARE = {
     "sm80": "Ampere (A100)",
     "sm75": "Turing (T4)",
     "sm70": "Volta (V100)",
+    "sm100-f16": "Blackwell, sums in float16",
+    "sm90-mma-f16": "Hopper, by `mma.sync`, sums in float16",
+    "sm100-mma-f16": "Blackwell, by `mma.sync`, sums in float16",
+    "sm89-f16": "Ada, sums in float16",
+    "sm80-f16": "Ampere, sums in float16",
+    "sm70-f16": "Volta, sums in float16",
     "cdna3": "AMD CDNA3 (MI300)",
 }
 OPERANDS = {
     "float16": "float16",
     "bfloat16": "bfloat16",
+    "tf32": "float32 as TF32",
     "fp8": "FP8",
     "fp8_fnuz": "FP8 (fnuz)",
     "fp6_fp4": "FP6 and FP4 without block scales",
     "mx": "MXFP8, MXFP6, and pairs of these with MXFP4",
     "fp4": "NVFP4, MXFP4",
+    "int8": "int8, uint8",
 }
 
 
@@ -269,14 +278,33 @@ def units() -> str:
     for unit in fp4kit.units():
         operands: dict[Any, list[str]] = {}
         for kind, step in unit.steps().items():
-            operands.setdefault(step, []).append(OPERANDS[kind])
-        for step, kinds in operands.items():
+            operands.setdefault(step, []).append(kind)
+        for step, keys in operands.items():
+            kinds = [OPERANDS[key] for key in keys]
             is_first, sum_bits = step is next(iter(operands)), getattr(step, "output_bits", 23)
             names = (f"`{unit.id}`", HARDWARE[unit.id]) if is_first else ("", "")
             kinds += ["FP8, converted to float16"] * (unit.fp8_as is not None and step == unit.float16)
-            numbers = (f"{step.k}", f"{step.fraction_bits}", f"{sum_bits}")
-            rows.append((*names, ", ".join(kinds), *numbers, unit.checked.partition(";")[0] if is_first else ""))
+            bits = ("all", "32") if "int8" in keys else (f"{step.fraction_bits}", f"{sum_bits}")
+            proof = unit.checked.partition(";")[0] if is_first else ""
+            rows.append((*names, ", ".join(kinds), f"{step.k}", *bits, _distance(unit, keys[0]), proof))
     return markdown(UNIT_COLUMNS, rows)
+
+
+@np.errstate(all="ignore")
+def _distance(unit: fp4kit.Unit, kind: str) -> str:
+    """Return how far sums of 4,096 products of normal numbers are from exact ones: root mean square, relative."""
+    rng = np.random.default_rng(0)
+    a, b = (rng.standard_normal((32, 4096), dtype=np.float32) for _ in "ab")
+    if kind == "int8":
+        return "0"
+    recipe = {"mx": "mxfp8-te", "fp4": "nvfp4-te"}.get(kind)
+    dtypes = {"tf32": "float32", "fp8": "float8_e4m3fn", "fp8_fnuz": "float8_e4m3fnuz", "fp6_fp4": "float6_e2m3fn"}
+    name = dtypes.get(kind, kind)
+    a, b = (fp4kit.quantize(x, recipe) if recipe else x.astype(getattr(ml_dtypes, name, name)) for x in (a, b))
+    if kind == "tf32":
+        a, b = ((x.view(np.uint32) & 0xFFFFE000).view(np.float32) for x in (a, b))
+    d, exact = (fp4kit.matmul(a, b, unit=u, alpha=1.0).astype(np.float64) for u in (unit, "exact"))
+    return f"{np.sqrt(np.square(d - exact).mean() / np.square(exact).mean()):.1e}"
 
 
 def accumulation() -> str:
