@@ -18,7 +18,7 @@ from fp4kit.call.inputs import clip_amax
 from fp4kit.call.parse import Call, QuantizeOptions, array_call, backward_call, each, with_amaxes, with_options
 from fp4kit.ops.amax import amax_call
 from fp4kit.ops.engines import new_clip_group, new_group, run_group, with_threads
-from fp4kit.ops.quantize import check_rounding, fake_quantize_backward
+from fp4kit.ops.quantize import check_rounding, fake_quantize, fake_quantize_backward, quantize
 from fp4kit.quantized.container import Quantized
 from fp4kit.recipes import Recipe, recipe_of
 from fp4kit.types import Hadamard, RecipeId, RoundingMode, ScaleLayout
@@ -455,9 +455,27 @@ def quantize_grouped(
         >>> [q.shape for q in fp4kit.quantize_grouped(experts, "nvfp4")]
         [(16, 32), (0, 32)]
     """
-    options = {"scale_layout": scale_layout, "rounding": rounding, "seed": seed, "hadamard": hadamard}
+    op = "quantize_grouped"
+    options = {"axis": axis, "scale_layout": scale_layout, "rounding": rounding, "seed": seed, "hadamard": hadamard}
     amaxes = {"tensor_amax": tensor_amax, "block_amax": block_amax}
-    return GroupedPlan(xs, recipe, axis=axis, op="quantize_grouped", **options, **amaxes).quantize()
+    if (found := _one_by_one(op, quantize, xs, recipe, options, amaxes)) is not None:
+        return found
+    return GroupedPlan(xs, recipe, op=op, **options, **amaxes).quantize()
+
+
+def _one_by_one(op: str, function: Any, xs: Any, recipe: Any, options: Any, amaxes: dict[str, Any]) -> list[Any] | None:
+    """Return the results of single calls, which are cached, for NumPy arrays; None for other arrays.
+
+    amaxes: {argument: None, or one entry per array}.
+    """
+    if not isinstance(xs, (list, tuple, np.ndarray)) or getattr(xs, "ndim", 2) < 2 or {*map(type, xs)} != {np.ndarray}:
+        return None
+    columns = [per_tensor(op, name, value, len(xs)) for name, value in amaxes.items()]
+
+    def single(x: Any, *own: Any) -> Any:
+        return function(x, recipe, **options, **dict(zip(amaxes, own, strict=True)))
+
+    return each(op, single, xs, *columns)
 
 
 @with_threads
@@ -500,8 +518,11 @@ def fake_quantize_grouped(
         >>> [y[0, 0] for y in fp4kit.fake_quantize_grouped(xs, "mxfp4")]
         [np.float32(4.0), np.float32(1.0)]
     """
-    options = {"axis": axis, "tensor_amax": tensor_amax, "block_amax": block_amax, "rounding": rounding, "seed": seed}
-    return GroupedPlan(xs, recipe, op="fake_quantize_grouped", **options).fake_quantize()
+    op, options = "fake_quantize_grouped", {"axis": axis, "rounding": rounding, "seed": seed}
+    amaxes = {"tensor_amax": tensor_amax, "block_amax": block_amax}
+    if (found := _one_by_one(op, fake_quantize, xs, recipe, options, amaxes)) is not None:
+        return found
+    return GroupedPlan(xs, recipe, op=op, **options, **amaxes).fake_quantize()
 
 
 @returns_in_library
