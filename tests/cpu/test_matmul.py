@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import ml_dtypes
@@ -41,6 +44,34 @@ def test_drawn_products(pair, seed) -> None:
     K = min(K, 128) if unit == "exact" else K + K % 2
     a, b = drawn(rng, left, M, K), drawn(rng, right, N, K)
     both(a, b, **drawn_call(rng, pair, (M, N)))
+
+
+def before_a_gap(x: np.ndarray) -> np.ndarray:
+    """Return a copy of an array that ends where memory ends that may be read: a read behind it kills the process."""
+    size = -(-x.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    memory = mmap.mmap(-1, size + mmap.PAGESIZE)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(start + size), mmap.PAGESIZE, 0) == 0
+    copy = np.frombuffer(memory, x.dtype, x.size, size - x.nbytes).reshape(x.shape)
+    copy[...] = x
+    return copy
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="memory is protected by a call of Linux")
+@pytest.mark.parametrize("pair", [pair for pair in PAIRS if pair[0][0] == "s"], ids="-".join)
+def test_nothing_behind_an_operand_is_read(pair) -> None:
+    """Rows and columns that fill no vector, with all codes and scales, NaN among them."""
+    unit, left, right = pair
+    rng = np.random.default_rng(5)
+    for M, N, K in ((4, 4, 128), (1, 17, 64), (5, 3, 1024)):
+        for _ in range(6):
+            a, b = (drawn(rng, kind, n, K) for kind, n in ((left, M), (right, N)))
+            for i, x in enumerate((a, b)):
+                parts = {name: getattr(x, name, None) for name in ("packed", "block_scale")}
+                guarded = {name: before_a_gap(part) for name, part in parts.items() if part is not None}
+                moved = replace(x, **guarded) if guarded else before_a_gap(x)
+                a, b = (moved, b) if i == 0 else (a, moved)
+            both(a, b, unit=unit)
 
 
 @pytest.mark.parametrize(("unit", "kind"), TINY)

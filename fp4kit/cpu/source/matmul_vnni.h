@@ -615,7 +615,8 @@ struct VnniTask {
         for (int w = 0; w < kWidth; ++w) {
           for (int r = 0; r < kVnniBlock; ++r) {
             before[r][w] = _mm512_load_ps(c[w][r]);
-            inexact[r][w] = inexact_lanes(a, r, b[w], step, before[r][w]);
+            const __mmask16 exist = row + r < call.rows ? lanes_from(call, first + w * kVnniLanes) : 0;
+            inexact[r][w] = exist & inexact_lanes(a, r, b[w], step, before[r][w]);
             any |= inexact[r][w];
           }
         }
