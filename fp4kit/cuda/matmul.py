@@ -39,7 +39,7 @@ _KINDS = {
 _POINTERS = ("codes", "scales", "factors", "values", "scale_values")
 _SIZES = (
     *("kind", "block", "least", "scale_least", "row_bytes", "row_scales", "rows", "is_stack"),
-    *("sign", "magnitude_mask", "shift", "first_special"),
+    *("magnitude_mask", "shift", "sign_shift", "first_special"),
 )
 _OPERAND = [(name, "u8") for name in _POINTERS] + [(name, "i8") for name in _SIZES]
 _PRODUCT = np.dtype(
@@ -110,13 +110,13 @@ def _scale_table(scale: Any, device: int) -> Any:
 
 @lru_cache(64)
 def _code_fields(element: str) -> tuple[int, int, int, int]:
-    """Return the fields of ProductOperand from `sign` on, which say how to decode the codes of an element format."""
+    """Return the last four fields of ProductOperand, which say how to decode the codes of an element format."""
     values, least = decoding_of(element)
     if not len(values):  # float32 and TF32
-        return 0x80000000, 0x7FFFFFFF, 0, 0x7F800000
+        return 0x7FFFFFFF, 0, 0, 0x7F800000
     sign = len(values) // 2
     mantissa_bits = least - int(np.log2(values[1]))  # code 1 is the smallest subnormal
-    return sign, sign - 1, 23 - mantissa_bits, int(np.isfinite(values[:sign]).sum())
+    return sign - 1, 23 - mantissa_bits, 32 - sign.bit_length(), int(np.isfinite(values[:sign]).sum())
 
 
 def _operand(x: Operand, device: int) -> tuple[list[int], list[Any]]:

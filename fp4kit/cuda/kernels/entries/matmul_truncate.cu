@@ -24,8 +24,8 @@ static_assert(kThreadsAcross * kThreadsAcross == kThreads, "one thread per kSide
 static_assert(kStep <= kDepth && kDepth % kStep == 0, "steps divide the elements in shared memory");
 
 // The bits of a Term, and their parts. kNudge is the bit by which elements of rows become larger: it is below 2^-F for
-// the largest F (26 for double, 14 for float), and products with it are exact. kZero stands for an element of zero: its
-// products are below 2^(kLeast-F).
+// the largest F (26 for double, 14 for float), and products with it are exact. kZero is the upper bits of a number that
+// stands for zero, 2^-300 or 2^-132: its products are below 2^(kLeast-F). The lower kLowBits of elements are 0.
 template <class Term>
 struct TermBits;
 template <>
@@ -33,7 +33,8 @@ struct TermBits<double> {
   using Bits = u64;
   static constexpr int kFraction = 52, kBias = 1023;
   static constexpr Bits kNudge = Bits{1} << 12;
-  static constexpr double kZero = 0x1p-300;
+  static constexpr int kLowBits = 32;
+  static constexpr u32 kZero = (1023 - 300) << 20;
   static FP4KIT_DEVICE_MEMBER Bits of(double x) { return double_bits_of(x); }
   static FP4KIT_DEVICE_MEMBER double number(Bits bits) { return double_of(bits); }
 };
@@ -42,7 +43,8 @@ struct TermBits<float> {
   using Bits = u32;
   static constexpr int kFraction = 23, kBias = 127;
   static constexpr Bits kNudge = 1u << 7;
-  static constexpr float kZero = 0x1p-132f;
+  static constexpr int kLowBits = 0;
+  static constexpr u32 kZero = 1u << 17;
   static FP4KIT_DEVICE_MEMBER Bits of(float x) { return bits_of(x); }
   static FP4KIT_DEVICE_MEMBER float number(Bits bits) { return float_of(bits); }
 };
@@ -124,30 +126,27 @@ FP4KIT_DEVICE ScaledCodes<kBits> load_line(const ProductOperand& x, i64 matrix, 
 template <bool kIsRow, int kBits>
 FP4KIT_DEVICE void store_line(const ProductOperand& x, Lines& lines, int line, int group,
                               const ScaledCodes<kBits>& loaded) {
-  const u32 mask = static_cast<u32>(x.magnitude_mask), sign = static_cast<u32>(x.sign);
+  const u32 mask = static_cast<u32>(x.magnitude_mask), special = static_cast<u32>(x.first_special);
   const int shift = static_cast<int>(x.shift), least = static_cast<int>(x.least);
-  const u32 special = loaded.scale == 255u ? 0u : static_cast<u32>(x.first_special);
   const float factor = float_of(static_cast<u32>(least + 253) << 23);  // 2^(least + 126)
   const int scale = static_cast<int>(loaded.scale) - 127;
   u32 signs = 0u, exponents[4] = {};
 #pragma unroll
-  for (int i = 0; i < 8; ++i) {
+  for (int i = 7; i >= 0; --i) {
     const u32 code = loaded.codes.words[i * kBits / 32] >> i * kBits % 32, magnitude = code & mask;
     const float value = float_of(magnitude << shift) * factor;
-    i32 exponent = maximum(static_cast<int>(bits_of(value) >> 23) - 127, least) + scale;
-    Bits bits = Terms::of(value);
-    if constexpr (sizeof(Term) == 8) bits += static_cast<Bits>(static_cast<i64>(scale)) << Terms::kFraction;
-    if (magnitude == 0u) {
-      exponent = kNone;
-      bits = Terms::of(Terms::kZero);
-    } else if (code & sign) {
-      bits |= Bits{1} << (8 * sizeof(Term) - 1);
-      signs |= 1u << i;
-    }
-    if (magnitude >= special) exponent = kSpecial;
-    if (kIsRow) bits |= Terms::kNudge;
-    lines.elements[8 * group + i][line / 2].values[line % 2] = Terms::number(bits);
+    i32 exponent = maximum(static_cast<int>(bits_of(value) >> 23) + (scale - 127), least + scale);
+    if (magnitude == 0u) exponent = kNone;
+    if (magnitude >= special || loaded.scale == 255u) exponent = kSpecial;
     exponents[i / 2] |= static_cast<u32>(exponent & 0xFFFF) << 16 * (i % 2);
+    // The sign and the upper bits of the element. Its other bits are 0, because the significand is short.
+    u32 bits = static_cast<u32>(Terms::of(value) >> Terms::kLowBits);
+    if (Terms::kLowBits) bits += static_cast<u32>(scale) << 20;
+    bits |= code << static_cast<int>(x.sign_shift) & 0x80000000u;
+    if (magnitude == 0u) bits = Terms::kZero;
+    signs = signs << 1 | bits >> 31;
+    const Bits element = static_cast<Bits>(bits) << Terms::kLowBits | (kIsRow ? Terms::kNudge : 0u);
+    lines.elements[8 * group + i][line / 2].values[line % 2] = Terms::number(element);
   }
   for (int i = 0; i < 4; ++i) lines.exponents[4 * group + i][line / 2].values[line % 2] = exponents[i];
   reinterpret_cast<u8*>(&lines.signs[line])[group] = static_cast<u8>(signs);
@@ -258,6 +257,7 @@ FP4KIT_DEVICE void add_step(const ProductArguments& a, const Stage& s, Results<T
   }
   const u32 step_mask = (0xFFFFFFFFu >> (32 - kStep)) << first;
   const int unit = Terms::kFraction + Terms::kBias - static_cast<int>(a.fraction_bits);
+  const Bits base = (static_cast<Bits>(unit) << Terms::kFraction) + kHalf;
 #pragma unroll
   for (int i = 0; i < kSide; ++i) {
     const u32 row_signs = s.rows.signs[row_of(i)];
@@ -265,7 +265,7 @@ FP4KIT_DEVICE void add_step(const ProductArguments& a, const Stage& s, Results<T
     for (int j = 0; j < kSide; ++j) {
       const Bits c = Terms::of(sums[i][j]);
       const u32 negative = __popc((row_signs ^ s.columns.signs[column_of(j)]) & step_mask) + (c > kMagnitude ? 1 : 0);
-      const Bits anchor = (static_cast<Bits>(exponents[i][j] + unit) << Terms::kFraction) + kHalf;
+      const Bits anchor = (static_cast<Bits>(exponents[i][j]) << Terms::kFraction) + base;
       // c gets a lower bit as elements of rows do. Its last bit may be set only if it is below 2^(E-F) in float.
       sums[i][j] = add_product_rd(Terms::number(c | 1u), Term{1}, Terms::number(anchor + negative));
     }

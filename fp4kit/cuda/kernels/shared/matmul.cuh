@@ -24,8 +24,8 @@ struct ProductOperand {
   i64 row_bytes, row_scales;  // the number of bytes of codes, and of block scales, per row
   i64 rows;                   // the number of rows per matrix
   i64 is_stack;               // 1 if the operand has a matrix per product; 0 if all products share its only matrix
-  i64 sign, magnitude_mask;   // the sign bit of a code, and the bits that are the magnitude
-  i64 shift;                  // how far left a magnitude is shifted to place its mantissa as in a float32
+  i64 magnitude_mask;         // the bits of a code that are its magnitude
+  i64 shift, sign_shift;      // how far left to shift the mantissa to that of a float32, and the sign to that of one
   i64 first_special;          // the smallest magnitude that is infinite or NaN; above all magnitudes if there is none
 };
 
