@@ -85,15 +85,15 @@ def _special_kernel(call: MatmulCall, arrays: list[Any]) -> _Kernel | None:
     ):
         return None
     if a.scale is not None and step.group > 1:
-        traits = (("kScalesAreE8M0", a.scale.name == "E8M0"),)
         is_fp4 = (step.k, step.fraction_bits, step.output_bits, step.group) == (64, 35, 23, 16)
-        return _Kernel("matmul_fp4", traits) if is_fp4 and not call.unit.promote else None
+        is_e8m0 = ("kScalesAreE8M0", a.scale.name == "E8M0")
+        return _Kernel("matmul_fp4", (is_e8m0,)) if is_fp4 and not call.unit.promote else None
     bits = [_SHORT.get(x.element, 0) for x in (a, b)]
     if not all(bits) or step.k not in (4, 8, 16, 32) or step.fraction_bits > 26 or a.k % 8 or a.block not in (1, 32):
         return None
     is_float = step.fraction_bits <= 14 and a.scale is None and max(bits) <= 8
-    traits = (("kRowBits", bits[0]), ("kColumnBits", bits[1]), ("kStep", step.k))
-    return _Kernel("matmul_truncate", (*traits, ("Term", "float" if is_float else "double")))
+    sizes = (("kRowBits", bits[0]), ("kColumnBits", bits[1]), ("kStep", step.k))
+    return _Kernel("matmul_truncate", (*sizes, ("Term", "float" if is_float else "double")))
 
 
 @lru_cache(64)

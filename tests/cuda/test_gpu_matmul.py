@@ -25,6 +25,8 @@ from products import (
 )
 
 import fp4kit
+from fp4kit.call.matmul import matmul_call
+from fp4kit.cuda import matmul as cuda
 from fp4kit.ops import matmul as operations
 from fp4kit.quantized.container import Quantized
 from fp4kit.units import ENGINE_ORDERS, DotAdd, Unit
@@ -197,7 +199,8 @@ def regimes(rng, a_kind, b_kind, M, N, K):
         y[:, ::7] *= 2.0 ** rng.integers(-12, 2)
         with np.errstate(over="ignore"):
             a, b = (part.astype(np.float32).astype(DTYPES[a_kind]) for part in (x, y))
-        yield a, b, (rng.standard_normal((M, N)) * 2.0 ** rng.uniform(-spread, spread)).astype(np.float32)
+            c = (rng.standard_normal((M, N)) * 2.0 ** rng.uniform(-spread, spread)).astype(np.float32)
+        yield a, b, c
 
 
 @pytest.mark.parametrize("instance", every(1 if DEVICES else 5, TRUNCATING), ids=str)
@@ -218,6 +221,26 @@ def test_steps_that_truncate_single_products(instance) -> None:
         if k == 32 and bits[0] < 16 < fraction_bits:
             for a, b, c in regimes(rng, f"mx-{a_kind}", f"mx-{b_kind}", M, N, K // 32 * 32 + 32):
                 both(a, b, c, unit=u)
+
+
+@pytest.mark.parametrize(
+    ("pair", "K", "file"),
+    [
+        *((("sm100", kind, kind), 40, "matmul_truncate") for kind in ("bf16", "f32")),
+        *((("sm100", kind, "mx-e2m3"), 64, "matmul_truncate") for kind in ("mx-e4m3", "mx-e2m1")),
+        *((("sm100", "e2m1", "e5m2"), 64, "matmul_truncate"), (("sm90", "e4m3", "e4m3"), 48, "matmul_truncate")),
+        *((("sm100", "bf16", "bf16"), 36, None), (("sm100-f16", "f16", "f16"), 64, None)),
+        (("sm100", "nvfp4", "nvfp4"), 64, "matmul_fp4"),
+    ],
+    ids=str,
+)
+def test_kernels_of_products(pair, K, file) -> None:
+    """Products of rows that begin at multiples of 16 bytes take the fast kernels, whatever M and N are."""
+    unit, left, right = pair
+    rng = np.random.default_rng(1)
+    call, _ = matmul_call(moved(drawn(rng, left, 3, K)), moved(drawn(rng, right, 5, K)), unit, None, None, None)
+    found = cuda._special_kernel(call, [call.a.codes, call.b.codes])
+    assert (None if found is None else found.file) == file
 
 
 def test_odd_lengths_and_steps_of_a_variant() -> None:

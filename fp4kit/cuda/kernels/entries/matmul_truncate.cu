@@ -4,7 +4,7 @@
 // thread kSide x kSide of them. A line is a row of an operand, which is a row or a column of the tile.
 //
 // A term is a product, truncated toward zero to an integer in units of 2^(E-F). E is the largest exponent of a step and
-// F is a.fraction_bits. The type Term, float or double, has more fraction bits than the sum of all terms of a step. The
+// F is a.fraction_bits. A Term, a float or double, has more fraction bits than the sum of all terms of a step. The
 // sum starts at the anchor, a Term of 1.5 * 2^(E-F) * 2^(its fraction bits), and products are added to it by fused
 // multiply-adds that round down. Each then adds the floor of a product in these units.
 //
@@ -17,9 +17,11 @@ constexpr int kTile = 64;                      // number of rows, and of columns
 constexpr int kSide = 4;                       // number of rows, and of columns, of a thread's results
 constexpr int kThreadsAcross = kTile / kSide;  // number of threads that share a row of a tile
 constexpr int kDepth = 32;                     // number of elements of K in shared memory; also of a block with a scale
-constexpr int kNone = -4000, kSpecial = 16000;  // the exponents that stand for zero, and for infinity and NaN
-constexpr u32 kNoProducts = 0xFED4FED4u;       // a pair of -300, less than the exponent of any product but zero
-constexpr int kLeast = -100, kMost = 100;      // exponents E for which no sum is subnormal or infinite
+// The exponents that stand for zero, and for infinity and NaN. With kNone, a sum of two exponents is below -300 or,
+// beside kSpecial, above kMost. With kSpecial twice, it fits in 16 bits.
+constexpr int kNone = -4000, kSpecial = 16000;
+constexpr u32 kNoProducts = 0xFED4FED4u;   // a pair of -300, less than the exponent of any product but zero
+constexpr int kLeast = -100, kMost = 100;  // exponents E for which no sum is subnormal or infinite
 static_assert(kThreadsAcross * kThreadsAcross == kThreads, "one thread per kSide x kSide results");
 static_assert(kStep <= kDepth && kDepth % kStep == 0, "steps divide the elements in shared memory");
 
@@ -309,7 +311,7 @@ FP4KIT_DEVICE void multiply_tile(const ProductArguments& a, Stage& s, const Prod
   // Each thread loads eight elements of a row and eight of a column.
   const int line = threadIdx.x % kTile, group = threadIdx.x / kTile;
   Results<Term> sums;
-  Results<float> totals;  // with promotion, the sums of the chains that ended
+  Results<float> totals;         // with promotion, the sums of the chains that ended
   float numbers[kSide * kSide];  // initial sums, later results; loops of one body use fewer registers
 #pragma unroll 1
   for (int n = 0; n < kSide * kSide; ++n) {
@@ -357,12 +359,11 @@ FP4KIT_DEVICE void multiply_tile(const ProductArguments& a, Stage& s, const Prod
 using Products = ProductsOf<kGrouped>::Type;
 
 // Compute the products of all matrices, or of all products of a group, and store them. The kernel is launched for
-// fp4kit.matmul and fp4kit.matmul_grouped; cuda/matmul.py states the conditions. Row codes have kRowBits bits and column
-// codes kColumnBits, and a step has kStep elements. A thread block takes one tile at a time. Launch with any number of
-// thread blocks.
+// fp4kit.matmul and fp4kit.matmul_grouped; cuda/matmul.py states the conditions. Row codes have kRowBits bits and
+// column codes kColumnBits, and a step has kStep elements. A thread block takes one tile at a time. Launch with any
+// number of thread blocks.
 extern "C" __global__ void __launch_bounds__(kThreads, 2) matmul_truncate_kernel(Products products) {
   __shared__ Stage memory[1];
-  for_each_tile<kTile>(products, [&](const ProductArguments& a, const ProductTile& tile) {
-    multiply_tile<Output>(a, memory[0], tile);
-  });
+  for_each_tile<kTile>(
+      products, [&](const ProductArguments& a, const ProductTile& tile) { multiply_tile<Output>(a, memory[0], tile); });
 }
