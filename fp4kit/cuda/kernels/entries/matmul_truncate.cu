@@ -219,7 +219,7 @@ FP4KIT_DEVICE void add_step(const ProductArguments& a, const Stage& s, Results<T
   Results<u32> largest;
 #pragma unroll
   for (int n = 0; n < kSide * kSide; ++n) largest[n / kSide][n % kSide] = kNoProducts;
-#pragma unroll 4
+#pragma unroll 8
   for (int k = first / 2; k < (first + kStep) / 2; ++k) {
     u32 rows[kSide], columns[kSide];
     read_rows(s.rows.exponents[k], rows);
@@ -272,7 +272,7 @@ FP4KIT_DEVICE void add_step(const ProductArguments& a, const Stage& s, Results<T
       sums[i][j] = add_product_rd(Terms::number(c | 1u), Term{1}, Terms::number(anchor + negative));
     }
   }
-#pragma unroll 4
+#pragma unroll 8
   for (int k = first; k < first + kStep; ++k) {
     Term rows[kSide], columns[kSide];
     read_rows(s.rows.elements[k], rows);
