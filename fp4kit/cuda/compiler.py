@@ -208,7 +208,7 @@ PRELUDE = '#include "block.cuh"\n#include "fake.cuh"\n#include "scale_layout.cuh
 
 
 TYPES = {np.dtype(np.float32): "Float32", np.dtype(np.float16): "Float16", np.dtype(ml_dtypes.bfloat16): "Bfloat16"}
-Trait = bool | str | np.dtype  # a constant or type that an instantiation defines
+Trait = int | str | np.dtype  # a constant or type that an instantiation defines
 
 
 def instantiation(file: str, struct: str = "", group: str = "", threads: int = 0, **traits: Trait) -> str:
@@ -313,9 +313,9 @@ GROUPED = {
 
 
 def _definition(name: str, value: Trait) -> str:
-    """Return the C++ definition of a bool constant, of an enum constant ("Enum::value"), or of a type alias."""
-    if isinstance(value, bool):
-        return f"constexpr bool {name} = {str(value).lower()};"
+    """Return the C++ definition of a bool or int constant, of an enum constant ("Enum::value"), or of a type alias."""
+    if isinstance(value, int):
+        return f"constexpr {type(value).__name__} {name} = {str(value).lower()};"
     if isinstance(value, str) and "::" in value:
         return f"constexpr {value.split('::')[0]} {name} = {value};"
     return f"using {name} = {TYPES[value] if isinstance(value, np.dtype) else value};"

@@ -1,6 +1,6 @@
 """Launch the kernels that multiply matrices as matrix units do.
 Operands are rows of codes along K. A step is the products along K that a matrix unit sums at once. matmul.cu supports
-all operands; matmul_fp4.cu and matmul_fp8.cu are faster, but support only some.
+all operands; matmul_fp4.cu and matmul_truncate.cu are faster, but support only some.
 """
 
 from __future__ import annotations
@@ -37,7 +37,10 @@ _KINDS = {
     "tf32": 4,
 }  # enum CodeKind of kernels/shared/matmul.cuh; others are bytes
 _POINTERS = ("codes", "scales", "factors", "values", "scale_values")
-_SIZES = ("kind", "block", "least", "scale_least", "row_bytes", "row_scales", "rows", "is_stack")
+_SIZES = (
+    *("kind", "block", "least", "scale_least", "row_bytes", "row_scales", "rows", "is_stack"),
+    *("magnitude_mask", "shift", "sign_shift", "first_special"),
+)
 _OPERAND = [(name, "u8") for name in _POINTERS] + [(name, "i8") for name in _SIZES]
 _PRODUCT = np.dtype(
     [(f"{side}_{name}", kind) for side in "ab" for name, kind in _OPERAND]
@@ -65,12 +68,14 @@ def _launch(kernel: _Kernel, dtype: np.dtype, tiles: int, grouped: bool, device:
     return Launch(function, grid(tiles, device), arguments)
 
 
+# Elements whose significands have at most 11 bits -> the number of bits of a code in memory
+_SHORT = {"tf32": 32, "float16": 16, "bfloat16": 16, "E2M1": 4} | dict.fromkeys(("E4M3", "E5M2", "E2M3", "E3M2"), 8)
+
+
 def _special_kernel(call: MatmulCall, arrays: list[Any]) -> _Kernel | None:
-    """Return the fast kernel for FP4 or FP8 operands that can compute a call, or None if matmul.cu has to compute
-    it.
-    """
+    """Return the fast kernel that can compute a call, or None if matmul.cu has to compute it."""
     step, a, b = call.step, call.a, call.b
-    is_aligned = all(codes.data.ptr % 16 == 0 and codes.shape[-1] % 16 == 0 for codes in arrays)
+    is_aligned = all(codes.data.ptr % 16 == 0 and codes.shape[-1] * codes.itemsize % 16 == 0 for codes in arrays)
     if (
         not isinstance(step, DotAdd)
         or step.output != "float32"
@@ -79,15 +84,16 @@ def _special_kernel(call: MatmulCall, arrays: list[Any]) -> _Kernel | None:
         or a.k == 0
     ):
         return None
-    if a.scale is not None:
+    if a.scale is not None and step.group > 1:
         is_fp4 = (step.k, step.fraction_bits, step.output_bits, step.group) == (64, 35, 23, 16)
-        traits = (("kScalesAreE8M0", a.scale.name == "E8M0"),)
-        return _Kernel("matmul_fp4", traits) if is_fp4 and not call.unit.promote else None
-    are_fp8 = {a.element, b.element} <= {"E4M3", "E5M2"}
-    if are_fp8 and step.k in (16, 32) and step.fraction_bits <= 13 and step.output_bits <= 13:
-        are_e5m2 = (("kRowsAreE5M2", a.element == "E5M2"), ("kColumnsAreE5M2", b.element == "E5M2"))
-        return _Kernel("matmul_fp8", (*are_e5m2, ("kWideStep", step.k == 32)))
-    return None
+        is_e8m0 = ("kScalesAreE8M0", a.scale.name == "E8M0")
+        return _Kernel("matmul_fp4", (is_e8m0,)) if is_fp4 and not call.unit.promote else None
+    bits = [_SHORT.get(x.element, 0) for x in (a, b)]
+    if not all(bits) or step.k not in (4, 8, 16, 32) or step.fraction_bits > 26 or a.k % 8 or a.block not in (1, 32):
+        return None
+    is_float = step.fraction_bits <= 14 and a.scale is None and max(bits) <= 8
+    sizes = (("kRowBits", bits[0]), ("kColumnBits", bits[1]), ("kStep", step.k))
+    return _Kernel("matmul_truncate", (*sizes, ("Term", "float" if is_float else "double")))
 
 
 @lru_cache(64)
@@ -100,6 +106,17 @@ def _table(element: str, device: int) -> Any:
 def _scale_table(scale: Any, device: int) -> Any:
     """Return the magnitudes of all codes of a block scale format: a float32 CuPy array, indexed by code."""
     return imports.cupy().asarray(scale_decoding_of(scale).values.astype(np.float32))
+
+
+@lru_cache(64)
+def _code_fields(element: str) -> tuple[int, int, int, int]:
+    """Return the last four fields of ProductOperand, which say how to decode the codes of an element format."""
+    values, least = decoding_of(element)
+    if not len(values):  # float32 and TF32
+        return 0x7FFFFFFF, 0, 0, 0x7F800000
+    sign = len(values) // 2
+    mantissa_bits = least - int(np.log2(values[1]))  # code 1 is the smallest subnormal
+    return sign - 1, 23 - mantissa_bits, 32 - sign.bit_length(), int(np.isfinite(values[:sign]).sum())
 
 
 def _operand(x: Operand, device: int) -> tuple[list[int], list[Any]]:
@@ -122,6 +139,7 @@ def _operand(x: Operand, device: int) -> tuple[list[int], list[Any]]:
         0 if scales is None else scales.shape[-1],
         rows,
         int(batch > 1),
+        *_code_fields(x.element),
     ]
     return [*map(address, arrays), *sizes], arrays
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import ml_dtypes
 import numpy as np
@@ -10,11 +11,13 @@ import pytest
 from exhaustive import every, exhaustive
 from on_gpu import DEVICES, ON_GPU, cupy, gpu_only, there
 from products import (
+    BF16,
     PAIRS,
     TINY,
     as_quantized,
     at_bounds,
     drawn,
+    drawn_c,
     drawn_call,
     far_apart,
     recorded,
@@ -22,9 +25,11 @@ from products import (
 )
 
 import fp4kit
+from fp4kit.call.matmul import matmul_call
+from fp4kit.cuda import matmul as cuda
 from fp4kit.ops import matmul as operations
 from fp4kit.quantized.container import Quantized
-from fp4kit.units import ENGINE_ORDERS
+from fp4kit.units import ENGINE_ORDERS, DotAdd, Unit
 
 pytestmark = ON_GPU
 
@@ -170,6 +175,72 @@ def test_engines_on_a_cpu_are_refused(unit) -> None:
     x, w = np.ones((4, 64), np.float32), fp4kit.quantize(np.ones((8, 64), np.float32), "mxfp4-ocp")
     with pytest.raises(NotImplementedError, match=f"matmul: {unit} adds as a program on a CPU does; move both"):
         fp4kit.matmul(moved(x), moved(w), unit=unit)
+
+
+DTYPES = {"bf16": BF16, "f16": np.float16, "f32": np.float32}
+KINDS_OF_BITS = {32: ("f32",), 16: ("bf16", "f16"), 8: ("e4m3", "e5m2", "e2m3", "e3m2"), 4: ("e2m1",)}
+# The instances of matmul_truncate.cu: bits of a code of a and of b, k, and fraction bits for the type of terms
+TRUNCATING = [
+    *((n, n, k, 25) for n in (16, 32) for k in (16, 8, 4, 32)),
+    *((a, b, k, bits) for k in (32, 16, 8, 4) for a in (8, 4) for b in (8, 4) for bits in (13, 25)),
+]
+
+
+def regimes(rng, a_kind, b_kind, M, N, K):
+    """Yield operands and C of many kinds: drawn ones, wide ones, and sums that cancel but for a few terms."""
+    for _ in range(2):
+        yield drawn(rng, a_kind, M, K), drawn(rng, b_kind, N, K), drawn_c(rng, (M, N))
+    if a_kind not in DTYPES:
+        return
+    for spread in (5, 30, 64, 130):
+        x, y = (rng.standard_normal((n, K)) * 2.0 ** rng.uniform(-spread, spread, (n, K)) for n in (M, N))
+        x[:, rng.random(K) < 0.2] = rng.choice([0.0, -0.0])
+        y[:, K // 2 :], x[:, K // 2 :] = -y[:, : K - K // 2], x[:, : K - K // 2]
+        y[:, ::7] *= 2.0 ** rng.integers(-12, 2)
+        with np.errstate(over="ignore"):
+            a, b = (part.astype(np.float32).astype(DTYPES[a_kind]) for part in (x, y))
+            c = (rng.standard_normal((M, N)) * 2.0 ** rng.uniform(-spread, spread)).astype(np.float32)
+        yield a, b, c
+
+
+@pytest.mark.parametrize("instance", every(1 if DEVICES else 5, TRUNCATING), ids=str)
+def test_steps_that_truncate_single_products(instance) -> None:
+    """Every instance of matmul_truncate.cu gives the bits of the specification."""
+    *bits, k, fraction_bits = instance
+    rng = np.random.default_rng(sum(instance))
+    step = DotAdd(k, fraction_bits - int(rng.integers(0, 3)), int(rng.choice([23, 13, 10])), -133)
+    mx = replace(step, k=32, fraction_bits=max(step.fraction_bits, 15))
+    u = Unit("drawn", float16=step, bfloat16=step, tf32=step, fp8=step, fp6_fp4=step, mx=mx)
+    for a_kind, b_kind in product(*(KINDS_OF_BITS[n] for n in bits)):
+        if bits[0] >= 16 and a_kind != b_kind:
+            continue
+        M, N = (int(rng.integers(1, 150 if DEVICES else 9)) for _ in range(2))
+        K = int(rng.integers(1, 9)) * (32 if 4 in bits else 16 if 8 in bits else 8)
+        for a, b, c in regimes(rng, a_kind, b_kind, M, N, K):
+            both(a, b, c, unit=rng.choice([u, replace(u, promote=32), replace(u, promote=64)]))
+        if k == 32 and bits[0] < 16 < fraction_bits:
+            for a, b, c in regimes(rng, f"mx-{a_kind}", f"mx-{b_kind}", M, N, K // 32 * 32 + 32):
+                both(a, b, c, unit=u)
+
+
+@pytest.mark.parametrize(
+    ("pair", "K", "file"),
+    [
+        *((("sm100", kind, kind), 40, "matmul_truncate") for kind in ("bf16", "f32")),
+        *((("sm100", kind, "mx-e2m3"), 64, "matmul_truncate") for kind in ("mx-e4m3", "mx-e2m1")),
+        *((("sm100", "e2m1", "e5m2"), 64, "matmul_truncate"), (("sm90", "e4m3", "e4m3"), 48, "matmul_truncate")),
+        *((("sm100", "bf16", "bf16"), 36, None), (("sm100-f16", "f16", "f16"), 64, None)),
+        (("sm100", "nvfp4", "nvfp4"), 64, "matmul_fp4"),
+    ],
+    ids=str,
+)
+def test_kernels_of_products(pair, K, file) -> None:
+    """Products of rows that begin at multiples of 16 bytes take the fast kernels, whatever M and N are."""
+    unit, left, right = pair
+    rng = np.random.default_rng(1)
+    call, _ = matmul_call(moved(drawn(rng, left, 3, K)), moved(drawn(rng, right, 5, K)), unit, None, None, None)
+    found = cuda._special_kernel(call, [call.a.codes, call.b.codes])
+    assert (None if found is None else found.file) == file
 
 
 def test_odd_lengths_and_steps_of_a_variant() -> None:

@@ -381,7 +381,7 @@ FAULTS: list[tuple[str, str, str, str, Any]] = [
     ),
     ("matmul.cu", "-", "row + first + r * kStride, n", "row + first, n", call_of(matmul, "nvfp4-te", unit="float64")),
     ("matmul_fp4.cu", "-", "store(loaded, step + 1)", "store(loaded, step)", call_of(matmul, "nvfp4-te", unit="sm100")),
-    ("matmul_fp8.cu", "-", "start + kStep + 16", "start + 16", call_of(matmul, "fp8-modelopt", unit="sm90")),
+    ("matmul_truncate.cu", "-", "start + kDepth + 8", "start + 8", call_of(matmul, "fp8-modelopt", unit="sm90")),
     ("pack_codes.cu", "-", "converted(loaded[k])", "converted(loaded[0])", call_of(pack, "nvfp4-te")),
     ("partial_cast.cu", "-", "[a.factor_at + cursor.block()]", "[a.factor_at]", SHARD),
     ("partial_place.cu", "-", "(pair >> 32)", "(pair)", call_of(cast_by_two, "nvfp4-te-2d", F32)),

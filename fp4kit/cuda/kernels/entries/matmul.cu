@@ -243,7 +243,7 @@ FP4KIT_DEVICE void multiply_tile(const ProductArguments& a, Decoded& d, i64 matr
 using Products = ProductsOf<kGrouped>::Type;
 
 // Compute the products of all matrices, or of all products of a group, and store them. The kernel is launched for
-// fp4kit.matmul and fp4kit.matmul_grouped, if neither matmul_fp4.cu nor matmul_fp8.cu supports the call. A thread block
+// fp4kit.matmul and fp4kit.matmul_grouped, if neither matmul_fp4.cu nor matmul_truncate.cu supports the call. A thread block
 // takes one tile at a time. Launch with any number of thread blocks.
 extern "C" __global__ void __launch_bounds__(kThreads) matmul_kernel(Products products) {
   __shared__ Decoded decoded_tile[1];

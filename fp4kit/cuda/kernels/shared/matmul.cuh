@@ -24,6 +24,9 @@ struct ProductOperand {
   i64 row_bytes, row_scales;  // the number of bytes of codes, and of block scales, per row
   i64 rows;                   // the number of rows per matrix
   i64 is_stack;               // 1 if the operand has a matrix per product; 0 if all products share its only matrix
+  i64 magnitude_mask;         // the bits of a code that are its magnitude
+  i64 shift, sign_shift;      // how far left to shift the mantissa to that of a float32, and the sign to that of one
+  i64 first_special;          // the smallest magnitude that is infinite or NaN; above all magnitudes if there is none
 };
 
 // A matrix product (batch, rows of a, rows of b) = c + a b^T. The fields after `promote` matter only for the adders
