@@ -187,7 +187,7 @@ def multiply_integers(call: MatmulCall, out: Any) -> None:
     for start in range(0, call.a.k, count):
         total += (a[..., start : start + count] @ b[..., start : start + count].swapaxes(-1, -2)).astype(np.int64)
         if step.saturate:
-            library.clip(total, -(2**31), 2**31 - 1, out=total)
+            total = library.clip(total, -(2**31), 2**31 - 1)
     out[...] = total.astype(np.int32)  # wraps
 
 
@@ -492,8 +492,8 @@ def step_of(op: str, u: Unit, a: Operand, b: Operand) -> DotAdd | FloorDotAdd | 
     step: DotAdd | FloorDotAdd | IntegerAdd | None = None if kind is None else getattr(u, kind)
     if step is None:
         raise ValueError(
-            f"{given}; {u.id} has no instruction for this pair, only for {', '.join(u.steps()) or 'floats'}; use another"
-            " unit, unit='dequantized', or decode both to bfloat16 with fp4kit.dequantize"
+            f"{given}; {u.id} has no instruction for this pair, only for {', '.join(u.steps()) or 'floats'}; use"
+            " another unit, unit='dequantized', or decode both to bfloat16 with fp4kit.dequantize"
         )
     return step
 

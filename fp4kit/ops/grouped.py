@@ -468,7 +468,8 @@ def _one_by_one(op: str, function: Any, xs: Any, recipe: Any, options: Any, amax
 
     amaxes: {argument: None, or one entry per array}.
     """
-    if not isinstance(xs, (list, tuple, np.ndarray)) or getattr(xs, "ndim", 2) < 2 or {*map(type, xs)} != {np.ndarray}:
+    is_stack = type(xs) is np.ndarray and xs.ndim > 1
+    if not (is_stack or isinstance(xs, (list, tuple))) or {*map(type, xs)} != {np.ndarray}:
         return None
     columns = [per_tensor(op, name, value, len(xs)) for name, value in amaxes.items()]
 

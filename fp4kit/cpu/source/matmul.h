@@ -173,9 +173,10 @@ struct Adders {
 
   // Add the products of one step of a and b, starting at decoded element i, to the sums c as NVIDIA's FP4 units do. A
   // term is the exact sum of call.group products of elements, times the product of both block scales. Its exponent is
-  // that of this product of scales, or call.zero_exponent if all its products are zero or a scale is zero. c and the terms are
-  // aligned to the largest exponent among them, truncated toward zero to call.fraction_bits and added. The sum is
-  // truncated to call.output_bits and stored in c. i and call.step must be multiples of 16, and call.step at most 128. call.group is 4 or 16.
+  // that of this product of scales, or call.zero_exponent if all its products are zero or a scale is zero. c and the
+  // terms are aligned to the largest exponent among them, truncated toward zero to call.fraction_bits and added. The
+  // sum is truncated to call.output_bits and stored in c. i and call.step must be multiples of 16, and call.step at
+  // most 128. call.group is 4 or 16.
   void truncate_groups(const Row& a, const Columns& b, i64 i, double* c) const {
     constexpr int kMost = 32;  // the most groups per step
     double terms[kMost][kProductLanes], largest[kProductLanes];
@@ -440,7 +441,8 @@ struct EngineTask {
     for (i64 lane = 0; lane < columns; ++lane) {
       const u8* codes = static_cast<const u8*>(call.b.codes) + (first + lane) * call.b.codes_step;
       const u8* scale_codes = call.b.scales + (first + lane) * call.b.scales_step;
-      for (i64 k = 0; k < call.length; ++k) b[k * kLanes + lane] = static_cast<float>(Row::element_at(call.b, codes, k).first) * times;
+      for (i64 k = 0; k < call.length; ++k)
+        b[k * kLanes + lane] = static_cast<float>(Row::element_at(call.b, codes, k).first) * times;
       for (i64 i = 0; i < blocks; ++i)
         scales[i * kLanes + lane] = static_cast<float>(call.b.scale_values[scale_codes[i]]);
     }
@@ -449,7 +451,8 @@ struct EngineTask {
       const i64 used = std::min(kAtOnce, first_row + rows - row);
       for (i64 r = 0; r < used; ++r) {
         const u8* codes = static_cast<const u8*>(call.a.codes) + (row + r) * call.a.codes_step;
-        for (i64 k = 0; k < call.length; ++k) a[r * call.length + k] = static_cast<float>(Row::element_at(call.a, codes, k).first);
+        for (i64 k = 0; k < call.length; ++k)
+          a[r * call.length + k] = static_cast<float>(Row::element_at(call.a, codes, k).first);
         if (times == 2) quantize_q8_0(&a[r * call.length], &d[r * (call.length / 32)]);
       }
       float sums[kAtOnce][kLanes] = {};

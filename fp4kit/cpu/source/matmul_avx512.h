@@ -193,8 +193,8 @@ struct LaneColumns {
   }
 };
 
-// Decoder of the elements of an operand x, sixteen at a time. 16-bit codes are float16 or bfloat16, and 32-bit codes float32. Codes of at most 8
-// bits are looked up in a table.
+// Decoder of the elements of an operand x, sixteen at a time. 16-bit codes are float16 or bfloat16, and 32-bit codes
+// float32. Codes of at most 8 bits are looked up in a table.
 struct LaneDecoder {
   const ProductOperand& x;
   const bool is_bfloat16;

@@ -271,8 +271,8 @@ bool uses_vnni(const ProductCall& call) {
   static const bool is_supported = __builtin_cpu_supports("avx512vnni");
   const auto is_power = [](i32 block) { return block >= 16 && (block & (block - 1)) == 0; };
   return is_supported && is_power(call.a.block) && is_power(call.b.block) && call.adder == Adder::truncate_groups &&
-         call.step == kVnniStep && call.group == 16 && call.promote == 0 && call.fraction_bits == 35 && call.output_bits == 23 &&
-         call.zero_exponent <= -126 && call.a.code_bits == 4 && call.b.code_bits == 4;
+         call.step == kVnniStep && call.group == 16 && call.promote == 0 && call.fraction_bits == 35 &&
+         call.output_bits == 23 && call.zero_exponent <= -126 && call.a.code_bits == 4 && call.b.code_bits == 4;
 }
 
 // The tasks of a call for which uses_vnni is true. A task computes a tile of at most kVnniRows rows and kVnniPanels

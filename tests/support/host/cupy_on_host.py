@@ -322,7 +322,7 @@ def _function(function: Callable[..., Any]) -> Callable[..., ndarray]:
     return lambda *arguments, **options: _apply(function, *arguments, **options)
 
 
-_SAME = "abs concatenate count_nonzero maximum minimum moveaxis repeat rint searchsorted signbit tile where"
+_SAME = "abs clip concatenate count_nonzero maximum minimum moveaxis pad repeat rint searchsorted signbit tile where"
 for _name in _SAME.split():
     globals()[_name] = _function(getattr(np, _name))
 for _name in ("bool_", "uint8", "uint16", "uint32", "int64", "float16", "float32", "float64"):

@@ -203,7 +203,8 @@ struct Sum<Adder::exact> {
 // Compute the results of the tile that begins at (row, column) of matrix `matrix`, and store them in a.out as Out
 // (store_product). Results outside of the matrix are left out. d is shared memory for the decoded elements. Every
 // thread computes kRows results of one column. If a.promote is not 0, a new sum (a chain) begins after every a.promote
-// elements along K, and the chains are added in float32, or in float16 for Adder::truncate_to_half. All threads of a thread block must call this function.
+// elements along K, and the chains are added in float32, or in float16 for Adder::truncate_to_half. All threads of a
+// thread block must call this function.
 template <Adder kAdder, class Out>
 FP4KIT_DEVICE void multiply_tile(const ProductArguments& a, Decoded& d, i64 matrix, i64 row, i64 column) {
   const int lane = threadIdx.x % kTile, first = threadIdx.x / kTile;
@@ -243,8 +244,8 @@ FP4KIT_DEVICE void multiply_tile(const ProductArguments& a, Decoded& d, i64 matr
 using Products = ProductsOf<kGrouped>::Type;
 
 // Compute the products of all matrices, or of all products of a group, and store them. The kernel is launched for
-// fp4kit.matmul and fp4kit.matmul_grouped, if neither matmul_fp4.cu nor matmul_truncate.cu supports the call. A thread block
-// takes one tile at a time. Launch with any number of thread blocks.
+// fp4kit.matmul and fp4kit.matmul_grouped, if neither matmul_fp4.cu nor matmul_truncate.cu supports the call. A thread
+// block takes one tile at a time. Launch with any number of thread blocks.
 extern "C" __global__ void __launch_bounds__(kThreads) matmul_kernel(Products products) {
   __shared__ Decoded decoded_tile[1];
   for_each_tile<kTile>(products, [&](const ProductArguments& a, const ProductTile& tile) {
