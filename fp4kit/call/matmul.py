@@ -66,6 +66,8 @@ class Operand(NamedTuple):
         scale: the ElementFormat of the block scales, E4M3 or E8M0; None without block scales.
         block: elements per block scale; 1 without block scales.
         factor: float32 (batch, rows), the tensor scale of each row; None if it is 1.
+        chains: float32 (batch, rows, K / 128), the scale of every 128 elements of a row; None without such scales.
+        is_square: whether 128 rows share each of these scales.
         k: the length K.
         name: the name of the operand in messages, such as "a" or "b[2]".
     """
@@ -78,22 +80,19 @@ class Operand(NamedTuple):
     factor: Any
     k: int
     name: str = ""
+    chains: Any = None
+    is_square: bool = False
 
     def reshaped(self, *lead: int) -> Operand:
         """Return a copy of the operand with axes of the lengths `lead` in place of all axes before K."""
-        codes, scales, factor = self.codes, self.scales, self.factor
-        return self._replace(
-            codes=codes.reshape(*lead, codes.shape[-1]),
-            scales=None if scales is None else scales.reshape(*lead, scales.shape[-1]),
-            factor=None if factor is None else factor.reshape(lead),
-        )
+        parts = {"codes": self.codes, "scales": self.scales, "chains": self.chains}
+        found = {name: part.reshape(*lead, part.shape[-1]) for name, part in parts.items() if part is not None}
+        return self._replace(**found, factor=None if self.factor is None else self.factor.reshape(lead))
 
     def rows(self, start: int, stop: int) -> Operand:
         """Return the rows from `start` to `stop` - 1 of an operand with the axes (1, rows, K), as views."""
-        codes, scales, factor = (
-            None if part is None else part[:, start:stop] for part in (self.codes, self.scales, self.factor)
-        )
-        return self._replace(codes=codes, scales=scales, factor=factor)
+        parts = {name: getattr(self, name) for name in ("codes", "scales", "factor", "chains")}
+        return self._replace(**{name: part[:, start:stop] for name, part in parts.items() if part is not None})
 
 
 class MatmulCall(NamedTuple):
@@ -109,7 +108,8 @@ class MatmulCall(NamedTuple):
         out_dtype: dtype of the result.
         out: the array (batch, M, N) for the result, contiguous; None to allocate it.
         on_device: whether the arrays are CuPy arrays.
-        in_turn: whether sums are multiplied by the factor of b and then by that of a, instead of by their product.
+        in_turn: whether sums are multiplied by the factor of b and then by that of a, instead of by their product. Sums
+            of chains with scales of their own are multiplied by that of a, and then by that of b.
     """
 
     a: Operand
@@ -287,6 +287,9 @@ def _product(op: str, a: Operand, b: Operand, u: Unit, out_dtype: Any, alpha: An
     if out_dtype is None:
         out_dtype = np.int32 if of_integers else np.float32
     dtype = output_dtype(op, out_dtype, of_integers)
+    has_chains = _has_chains(a)
+    if has_chains:
+        u = replace(u, promote=CHAIN)
     if of_integers and alpha is not None:
         raise TypeError(f"{op}: alpha is {alpha!r:.60}; needs None for products of integers")
     if u.fp8_as and a.element in _FP8:
@@ -295,6 +298,10 @@ def _product(op: str, a: Operand, b: Operand, u: Unit, out_dtype: Any, alpha: An
     if u.order in ENGINE_ORDERS:
         _check_engine(op, u, a, b, alpha)
     in_turn = isinstance(alpha, tuple)
+    if in_turn and has_chains:
+        raise TypeError(
+            f"{op}: alpha is a tuple; needs a number, because the operands have scales per {CHAIN} elements"
+        )
     if in_turn:
         a, b = _with_factors(op, a, b, alpha)
     elif alpha is not None:
@@ -305,7 +312,16 @@ def _product(op: str, a: Operand, b: Operand, u: Unit, out_dtype: Any, alpha: An
                 f"{op}: alpha is {alpha!r:.60}; needs a number, a tuple of two arrays, or None for the tensor scales"
             ) from None
         a, b = a._replace(factor=_library(a.codes).full(a.codes.shape[:-1], number)), b._replace(factor=None)
+    in_turn = not b.is_square if has_chains else in_turn
     return MatmulCall(a, b, None, u, step, dtype, None, not isinstance(a.codes, np.ndarray), in_turn)
+
+
+CHAIN = 128  # the elements of K that share a float32 scale
+
+
+def _has_chains(x: Operand) -> bool:
+    """Return whether an operand has float32 scales of blocks."""
+    return x.scale is None and x.block > 1
 
 
 def _with_factors(op: str, a: Operand, b: Operand, alpha: tuple[Any, ...]) -> list[Operand]:
@@ -439,10 +455,13 @@ def quantized_operand(op: str, name: str, q: Quantized) -> Operand:
     """Return the Operand that describes a Quantized of NumPy or CuPy arrays."""
     check_axis(op, name, q)
     r = q.recipe
-    _check_multiplied(op, name, r)
+    has_chains, is_square = _check_multiplied(op, name, r), r.block_rows > 1
     *lead, rows, k = q.moved_shape
     contiguous, factor = _library(q.packed).ascontiguousarray, q.tensor_scale
     scales = None if q.block_scale is None else contiguous(q.block_scale)
+    if has_chains:
+        chains = contiguous(factor.reshape(*lead, rows, -1))
+        return Operand(contiguous(q.packed), r.element.name, None, None, CHAIN, None, k, name, chains, is_square)
     if factor is not None:
         missing = len(lead) + 1 - factor.ndim
         factor = _library(factor).broadcast_to(factor.reshape(*factor.shape, *[1] * missing), (*lead, rows))
@@ -450,10 +469,13 @@ def quantized_operand(op: str, name: str, q: Quantized) -> Operand:
     return Operand(contiguous(q.packed), r.element.name, scales, r.scale, block, factor, k, name)
 
 
-def _check_multiplied(op: str, name: str, r: Recipe) -> None:
-    """Raise ValueError if no matrix unit multiplies tensors of recipe r."""
-    if r.element.is_integer or r.tensor_scaling == "block" or r.element.name not in _FP8 | _FP6_FP4:
+def _check_multiplied(op: str, name: str, r: Recipe) -> bool:
+    """Return whether recipe r has float32 scales of blocks. Raise ValueError if no unit multiplies its tensors."""
+    has_chains = r.tensor_scaling == "block"
+    takes = r.element.name in _FP8 and r.block_size == CHAIN if has_chains else r.element.name in _FP8 | _FP6_FP4
+    if r.element.is_integer or not takes:
         raise ValueError(f"{op}: {name} is {r.id}, which no matrix unit multiplies; use unit='dequantized'")
+    return has_chains
 
 
 def check_recipes(op: str, u: Unit, a: Recipe, b: Recipe, names: tuple[str, str]) -> None:
@@ -461,9 +483,11 @@ def check_recipes(op: str, u: Unit, a: Recipe, b: Recipe, names: tuple[str, str]
     if u.order != "dequantized":
         operands = []
         for name, r in zip(names, (a, b), strict=True):
-            _check_multiplied(op, name, r)
-            block = r.block_size if r.scale else 1
-            operands.append(Operand(None, r.element.name, r.scale, r.scale, block, None, 0, name))
+            has_chains = _check_multiplied(op, name, r)
+            block = r.block_size if r.scale or has_chains else 1
+            operands.append(
+                Operand(None, r.element.name, r.scale, r.scale, block, None, 0, name, is_square=r.block_rows > 1)
+            )
         step_of(op, u, *operands)
 
 
@@ -486,6 +510,13 @@ def step_of(op: str, u: Unit, a: Operand, b: Operand) -> DotAdd | FloorDotAdd | 
         if a.element not in dtypes or not takes_b:
             right = " or ".join(f"{f.name} ({f.element} with {f.scale} scales of {f.block_size})" for f in blocks)
             raise ValueError(f"{given}; {u.id} needs an array of {' or '.join(dtypes)} as a, and {right} as b")
+    if _has_chains(a) or _has_chains(b):
+        fits = _has_chains(a) and _has_chains(b) and not a.is_square and u.fp8 is not None
+        if not fits or u.promote not in (None, CHAIN):
+            raise ValueError(
+                f"{given}; float32 scales of {CHAIN} need them in both operands, those of {a.name} per row, and a unit"
+                f" with fp8 and promote None or {CHAIN}, such as 'sm90'; or use unit='dequantized'"
+            )
     if u.order and not {a.element, b.element} & {*INTEGERS}:
         return None
     kind = _kind(u, a, b)
@@ -521,6 +552,8 @@ def _kind(u: Unit, a: Operand, b: Operand) -> str | None:
 def _described(x: Operand) -> str:
     """Return a description of an operand for messages, such as "E2M1 with E4M3 scales of 16", or "bfloat16"."""
     element = "float32" if x.element == "tf32" else x.element
+    if _has_chains(x):
+        return f"{element} with float32 scales of {f'{CHAIN} x {CHAIN}' if x.is_square else CHAIN}"
     return element if x.scale is None else f"{element} with {x.scale.name} scales of {x.block}"
 
 

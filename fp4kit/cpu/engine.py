@@ -511,6 +511,8 @@ def _operand(x: Operand, i: int, start: int, order: str | None) -> library.Produ
     if x.scales is not None and x.scale is not None:
         operand.scale_values, operand.scale_powers = map(address, _tables(scale_decoding_of, x.scale, order))
         operand.scales, operand.scales_step = address(x.scales[i, start:]), x.scales.strides[1]
+    if x.chains is not None:
+        operand.chains, operand.chains_step = address(x.chains[i, start:]), x.chains.strides[1] // 4
     if x.factor is not None:
         operand.factors, operand.factors_step = address(x.factor[i, start:]), x.factor.strides[1] // 4
     return operand

@@ -155,8 +155,8 @@ class ProductOperand(ctypes.Structure):
     """One operand of a ProductCall: a matrix of codes with its scales. source/matmul.h describes the fields."""
 
     _fields_ = _fields(
-        "pointer codes scales factors values powers scale_values scale_powers; "
-        "int64 codes_step scales_step factors_step; int32 code_bits block"
+        "pointer codes scales factors chains values powers scale_values scale_powers; "
+        "int64 codes_step scales_step factors_step chains_step; int32 code_bits block"
     )
 
 

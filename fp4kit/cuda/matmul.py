@@ -12,6 +12,7 @@ import numpy as np
 
 from fp4kit.arrays import imports
 from fp4kit.call.matmul import (
+    CHAIN,
     Addition,
     MatmulCall,
     Operand,
@@ -36,7 +37,7 @@ _KINDS = {
     "float32": 4,
     "tf32": 4,
 }  # enum CodeKind of kernels/shared/matmul.cuh; others are bytes
-_POINTERS = ("codes", "scales", "factors", "values", "scale_values")
+_POINTERS = ("codes", "scales", "factors", "chains", "values", "scale_values")
 _SIZES = (
     *("kind", "block", "least", "scale_least", "row_bytes", "row_scales", "rows", "is_stack"),
     *("magnitude_mask", "shift", "sign_shift", "first_special"),
@@ -89,7 +90,13 @@ def _special_kernel(call: MatmulCall, arrays: list[Any]) -> _Kernel | None:
         is_e8m0 = ("kScalesAreE8M0", a.scale.name == "E8M0")
         return _Kernel("matmul_fp4", (is_e8m0,)) if is_fp4 and not call.unit.promote else None
     bits = [_SHORT.get(x.element, 0) for x in (a, b)]
-    if not all(bits) or step.k not in (4, 8, 16, 32) or step.fraction_bits > 26 or a.k % 8 or a.block not in (1, 32):
+    if (
+        not all(bits)
+        or step.k not in (4, 8, 16, 32)
+        or step.fraction_bits > 26
+        or a.k % 8
+        or a.block not in (1, 32, CHAIN)
+    ):
         return None
     is_float = step.fraction_bits <= 14 and a.scale is None and max(bits) <= 8
     sizes = (("kRowBits", bits[0]), ("kColumnBits", bits[1]), ("kStep", step.k))
@@ -124,11 +131,11 @@ def _operand(x: Operand, device: int) -> tuple[list[int], list[Any]]:
     contiguous = imports.cupy().ascontiguousarray
     codes = contiguous(x.codes)
     scales = None if x.scales is None else contiguous(x.scales)
-    factor = None if x.factor is None else contiguous(x.factor)
+    factor, chains = (None if part is None else contiguous(part) for part in (x.factor, x.chains))
     kind = _KINDS.get(x.element, 1)
     values = _table(x.element, device) if kind < 2 else None
     scale_values = None if x.scale is None else _scale_table(x.scale, device)
-    arrays = [codes, scales, factor, values, scale_values]
+    arrays = [codes, scales, factor, chains, values, scale_values]
     batch, rows, columns = codes.shape
     sizes = [
         kind,

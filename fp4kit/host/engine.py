@@ -393,7 +393,7 @@ def _matmul(call: MatmulCall) -> np.ndarray:
             cut = slice(start, start + rows)
             a, factor_a = _rows(call.a, i, cut, multiple, call.unit.order)
             c = np.zeros(out[i, cut].shape, np.float32) if call.c is None else call.c[i, cut]
-            total = sums(a, b, c, call.unit, call.step)
+            total = sums(a, b, c, call.unit, call.step, call.in_turn)
             out[i, cut] = rounded(scaled(total, factor_a, factor_b, call.in_turn), call.out_dtype)
     return out
 
@@ -411,7 +411,8 @@ def _rows(x: Operand, i: int, rows: slice, multiple: int, order: str | None) -> 
     if x.scales is not None and x.scale is not None:
         values, least = scale_decoding_of(x.scale, order)
         scales = as_terms(values[np.pad(x.scales[i, rows], ((0, 0), (0, missing // x.block)))], least)
-    return Factor(elements, scales, x.block, x.element), None if x.factor is None else x.factor[i, rows]
+    chains = None if x.chains is None else x.chains[i, rows]
+    return Factor(elements, scales, x.block, x.element, chains), None if x.factor is None else x.factor[i, rows]
 
 
 # ---- rotations ----

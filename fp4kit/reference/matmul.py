@@ -43,12 +43,14 @@ class Factor(NamedTuple):
         scales: the block scales as Terms, (rows, K / block); None if the operand has no block scales.
         block: the number of elements that share a block scale.
         element: the name of the element format, such as "E2M1" or "bfloat16".
+        chains: the float32 scales of chains (rows, K / promote); None without such scales.
     """
 
     elements: Terms
     scales: Terms | None
     block: int
     element: str = ""
+    chains: Array | None = None
 
     def values(self) -> Array:
         """Return the exact products of elements and their block scales, as a float64 array of shape (rows, K)."""
@@ -213,18 +215,29 @@ def chain(a: Factor, b: Factor, c: Array, step: DotAdd | FloorDotAdd) -> Array:
     return c
 
 
-def promoted_chain(a: Factor, b: Factor, c: Array, step: DotAdd | FloorDotAdd, promote: int) -> Array:
+def promoted_chain(
+    a: Factor, b: Factor, c: Array, step: DotAdd | FloorDotAdd, promote: int, in_turn: bool = False
+) -> Array:
     """Return C + A B^T, added in chains of `promote` elements of K.
 
     Each chain starts at zero. The chains are added to C in the format of the step's sums, float32 or float16, to
     nearest even. The last chain may be shorter.
-    If K is 0, c itself is returned.
+    If K is 0, c itself is returned. If chains have scales, each sum is added by a fused multiply-add, as cuBLASLt and
+    DeepGEMM do for FP8 with a scale per 128 elements:
+
+        c = fma(sum, scale_a * scale_b, c)            if the scales of b belong to square blocks
+        c = fma(sum * scale_a, scale_b, c)            if in_turn
 
     step: the step that adds the elements of a chain. Its k divides promote and K.
     """
     for start in range(0, a.elements.significand.shape[-1], promote):
         stop = start + promote
-        c = c + chain(_cut(a, start, stop), _cut(b, start, stop), np.zeros_like(c), step)
+        total = chain(_cut(a, start, stop), _cut(b, start, stop), np.zeros_like(c), step)
+        if a.chains is not None and b.chains is not None:
+            x, y = a.chains[:, start // promote, None], b.chains[:, start // promote]
+            c = fma(total * x, np.broadcast_to(y, c.shape), c) if in_turn else fma(total, x * y, c)
+            continue
+        c = c + total
         c = c.astype(np.float16).astype(np.float32) if getattr(step, "output", "") == "float16" else c
     return c
 
@@ -434,7 +447,7 @@ _ORDERS = {
 }
 
 
-def sums(a: Factor, b: Factor, c: Array, unit: Unit, step: DotAdd | FloorDotAdd | None) -> Array:
+def sums(a: Factor, b: Factor, c: Array, unit: Unit, step: DotAdd | FloorDotAdd | None, in_turn: bool = False) -> Array:
     """Return C + A B^T, added up in the steps and with the rounding of a matrix unit: float32 (M, N).
 
     If K is 0, c itself may be returned.
@@ -444,11 +457,12 @@ def sums(a: Factor, b: Factor, c: Array, unit: Unit, step: DotAdd | FloorDotAdd 
     unit: the matrix unit.
     step: the step of the unit for these operands, whose K is a multiple of step.k. None if the unit has no steps, but
         an order such as "exact".
+    in_turn: as in promoted_chain.
     """
     if unit.order is not None:
         return _ORDERS[unit.order](a, b, c)
     assert step is not None
-    return chain(a, b, c, step) if unit.promote is None else promoted_chain(a, b, c, step, unit.promote)
+    return chain(a, b, c, step) if unit.promote is None else promoted_chain(a, b, c, step, unit.promote, in_turn)
 
 
 def scaled(total: Array, factor_a: Array | None, factor_b: Array | None, in_turn: bool = False) -> Array:

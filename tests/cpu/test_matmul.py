@@ -39,8 +39,9 @@ def test_drawn_products(pair, seed) -> None:
     unit, left, right = pair
     rng = np.random.default_rng([seed, len("-".join(pair))])
     M, N = (int(rng.integers(1, n)) for n in (80, 100))
-    blocks = any(kind.startswith(("nv", "mx")) for kind in (left, right))
+    blocks = any(kind.startswith(("nv", "mx")) or kind.endswith("128") for kind in (left, right))
     K = int(rng.integers(1, 24)) * 32 if blocks else int(rng.integers(1, 700))
+    K = 4 * K if left.endswith("128") else K
     K = min(K, 128) if unit == "exact" else K + K % 2
     a, b = drawn(rng, left, M, K), drawn(rng, right, N, K)
     both(a, b, **drawn_call(rng, pair, (M, N)))
@@ -63,7 +64,7 @@ def test_nothing_behind_an_operand_is_read(pair) -> None:
     """Rows and columns that fill no vector, with all codes and scales, NaN among them."""
     unit, left, right = pair
     rng = np.random.default_rng(5)
-    for M, N, K in ((4, 4, 128), (1, 17, 64), (5, 3, 1024)):
+    for M, N, K in ((4, 4, 128), (1, 17, 128), (5, 3, 1024)):
         for _ in range(6):
             a, b = (drawn(rng, kind, n, K) for kind, n in ((left, M), (right, N)))
             for i, x in enumerate((a, b)):

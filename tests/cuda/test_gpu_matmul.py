@@ -60,7 +60,7 @@ def test_drawn_products(pair) -> None:
     rng = np.random.default_rng(len("-".join(pair)))
     for _ in range(12 if DEVICES else 1):
         M, N = (int(rng.integers(1, 200 if DEVICES else 40)) for _ in range(2))
-        K = int(rng.integers(1, 12)) * 32
+        K = int(rng.integers(1, 12)) * (128 if left.endswith("128") else 32)
         a, b = drawn(rng, left, M, K), drawn(rng, right, N, K)
         both(a, b, **drawn_call(rng, pair, (M, N)))
 

@@ -213,6 +213,8 @@ def recipe_of(kind: str) -> Recipe:
         return RECIPES["nvfp4-te"]
     if kind.startswith("mxfp4"):
         return replace(RECIPES["mxfp4-ocp"], block=(1, 16 if kind.endswith("16") else 32))
+    if kind.endswith("128"):
+        return RECIPES["fp8-deepgemm-block" if kind.endswith("x128") else "fp8-compressed-tensors-group"]
     if kind.startswith("mx-"):
         return RECIPES[_MX[kind.removeprefix("mx-")]]
     return replace(RECIPES["fp8-modelopt"], element=getattr(formats, kind.upper()), nan_code=None)
@@ -234,7 +236,7 @@ def quantized(r: Recipe, codes: np.ndarray, scales: np.ndarray | None, tensor_sc
     return Quantized(packed, scales, tensor, None, codes.shape, np.dtype(np.float32), codes.ndim - 1, r)
 
 
-KINDS = ("nvfp4", "mxfp4", "mxfp4-block16", *(f"mx-{e}" for e in _MX), "e2m1", "e2m3", "e3m2", *_DTYPES)
+KINDS = ("e4m3-128", "e4m3-128x128", "nvfp4", "mxfp4", "mxfp4-block16", *(f"mx-{e}" for e in _MX), "e2m1", "e2m3", "e3m2", *_DTYPES)
 
 
 def drawn(rng: np.random.Generator, kind: str, *shape: int) -> Any:
@@ -257,6 +259,9 @@ def drawn(rng: np.random.Generator, kind: str, *shape: int) -> Any:
     if r.element.bits == 8:
         codes = codes if wild else rng.integers(0x20, 0x60, shape, np.uint8)
     codes[..., rng.random(shape[-1]) < rng.choice([0, 0.5, 1], p=[0.6, 0.3, 0.1])] = 0
+    if r.tensor_scaling == "block":
+        sizes = rng.random((*shape[:-1], shape[-1] // 128)) * 2.0 ** rng.integers(-60, 60)
+        return quantized(r, codes, None, sizes.astype(np.float32))
     if r.scale is None:
         return quantized(r, codes, None, np.float32(rng.random() + 0.5))
     low, high = (0, 256) if wild else (0x20, 0x70) if r.scale.name == "E4M3" else (100, 150)
@@ -279,6 +284,7 @@ PAIRS = [
     *(("sm90", a, b) for a, b in (("s8", "s8"), ("u8", "s8"), ("u8", "u8"))),
     *(("sm100", a, b) for a, b in (("f4", "f6"), ("f4", "f4"))),
     ("sm100-f16", "e2m1", "e4m3"),
+    *((u, "e4m3-128", b) for u, b in (("sm90", "e4m3-128"), ("sm90", "e4m3-128x128"), ("sm100", "e4m3-128x128"))),
     *(("cdna3", a, "e4m3fnuz") for a in ("e4m3fnuz", "e5m2fnuz")),
     ("exact", "f16", "bf16"),
     ("exact", "mx-e4m3", "nvfp4"),
@@ -307,7 +313,9 @@ def drawn_call(rng: np.random.Generator, pair: tuple[str, str, str], shape: tupl
             found["c"] = found["c"].astype(np.float16)
     if left == "nvfp4" and found["unit"].fp4 and rng.random() < 0.4:
         found["unit"] = replace(found["unit"], fp4=replace(found["unit"].fp4, group=4))
-    if rng.random() < 0.25:
+    if left == "e4m3-128":
+        found["unit"] = fp4kit.unit(unit)
+    elif rng.random() < 0.25:
         found["alpha"] = tuple(rng.standard_normal(n).astype(np.float32) for n in shape)
     return found
 

@@ -28,6 +28,7 @@ struct ProductOperand {
   const void* codes;           // the codes of the first row; 4-bit codes are stored two per byte, the first one low
   const u8* scales;            // the codes of the block scales of the first row; nullptr without block scales
   const float* factors;        // the tensor scale of each row; nullptr if all tensor scales are 1
+  const float* chains;         // the scale of every chain (ProductCall::promote) of each row; nullptr without
   const double* values;        // the value of every element code
   const double* powers;        // 2^exponent of every element code
   const double* scale_values;  // the magnitude of every scale code; nullptr without block scales
@@ -35,6 +36,7 @@ struct ProductOperand {
   i64 codes_step;              // the number of bytes from one row of codes to the next
   i64 scales_step;             // the number of bytes from one row of scales to the next
   i64 factors_step;            // 1 if every row has a factor of its own; 0 if all rows share one
+  i64 chains_step;             // the number of chain scales from one row to the next
   i32 code_bits;               // the number of bits per code: 4, 8, 16 or, for float32, 32 (without tables)
   i32 block;                   // the number of elements per block scale
 };
@@ -283,6 +285,15 @@ struct Adders {
   }
 };
 
+// Return the total of D[row, column] after chain number `chain`, whose sum is `sum`. Scales of chains multiply it, in
+// turn or by their product, and a fused multiply-add adds it. `total` is the total before.
+float promoted(const ProductCall& call, i64 row, i64 column, i64 chain, float total, float sum) {
+  if (!call.a.chains) return total + sum;
+  const float x = call.a.chains[row * call.a.chains_step + chain];
+  const float y = call.b.chains[column * call.b.chains_step + chain];
+  return call.in_turn ? __builtin_fmaf(sum * x, y, total) : __builtin_fmaf(sum, x * y, total);
+}
+
 // Store x as element `index` of call.out, rounded to nearest even in the dtype of the output. Every NaN is stored as
 // 0x7FFFFFFF, or as 0x7FFF if the output has 16 bits.
 void store(const ProductCall& call, i64 index, float x) {
@@ -336,7 +347,7 @@ struct ProductTask {
         if (call.adder == Adder::exact) {
           add_exact(*memory, depth, columns, exact.data() + r * columns);
         } else {
-          for (int p = 0; p < used; ++p) add_row(*memory, r, p, k, depth);
+          for (int p = 0; p < used; ++p) add_row(*memory, r, p, first_row + r, first + p * kProductLanes, k, depth);
         }
       }
     }
@@ -370,14 +381,17 @@ struct ProductTask {
   }
 
   // Add the products of the `depth` decoded elements in m, which start at index k along K, to the sums of row r of
-  // panel p, step by step. With promotion, the sums of each chain that ends are added to the totals and set to 0.
-  void add_row(Memory& m, i64 r, int p, i64 k, i64 depth) const {
+  // panel p, step by step. With promotion, the sums of each chain that ends are added to the totals and set to 0. `row`
+  // is the row of D, and `first` the first column of the panel.
+  void add_row(Memory& m, i64 r, int p, i64 row, i64 first, i64 k, i64 depth) const {
     double* c = m.sums[r][p];
     for (i64 i = 0; i < depth; i += call.step) {
       adders.add(m.row, m.columns[p], i, c);
       if (call.promote && ((k + i + call.step) % call.promote == 0 || k + i + call.step >= call.length)) {
-        for (int l = 0; l < kProductLanes; ++l) {
-          m.totals[r][p][l] = static_cast<float>(m.totals[r][p][l]) + static_cast<float>(c[l]);
+        const int lanes = static_cast<int>(std::min<i64>(kProductLanes, call.columns - first));
+        for (int l = 0; l < lanes; ++l) {
+          m.totals[r][p][l] = promoted(call, row, first + l, (k + i) / call.promote,
+                                       static_cast<float>(m.totals[r][p][l]), static_cast<float>(c[l]));
           if (call.adder == Adder::truncate_to_half) m.totals[r][p][l] = rounded_to_half(m.totals[r][p][l]);
           c[l] = 0;
         }

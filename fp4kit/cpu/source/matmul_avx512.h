@@ -360,7 +360,11 @@ struct LaneTask {
       const i64 done = k + i + call.step;
       if (call.promote && (done % call.promote == 0 || done >= call.length)) {
         for (int r = 0; r < kLanesBlock; ++r) {
-          _mm512_store_ps(totals[r], _mm512_add_ps(_mm512_load_ps(totals[r]), _mm512_load_ps(sums[r])));
+          for (int l = 0; call.a.chains && exist[r] >> l; ++l) {
+            totals[r][l] = promoted(call, row + r, first + l, (k + i) / call.promote, totals[r][l], sums[r][l]);
+          }
+          const __m512 total = _mm512_load_ps(totals[r]);
+          _mm512_store_ps(totals[r], call.a.chains ? total : _mm512_add_ps(total, _mm512_load_ps(sums[r])));
           _mm512_store_ps(sums[r], _mm512_setzero_ps());
         }
       }

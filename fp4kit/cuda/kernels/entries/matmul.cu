@@ -227,7 +227,8 @@ FP4KIT_DEVICE void multiply_tile(const ProductArguments& a, Decoded& d, i64 matr
       for (int r = 0; r < kRows; ++r) {
         sums[r].add(a, d, first + r * kStride, lane, i);
         if (ends) {
-          totals[r] += sums[r].end();
+          totals[r] =
+              promoted(a, matrix, row + first + r * kStride, column + lane, start + i, totals[r], sums[r].end());
           if (kAdder == Adder::truncate_to_half) totals[r] = static_cast<float>(rounded_to_half(totals[r]));
           sums[r].begin(0.0f);
         }

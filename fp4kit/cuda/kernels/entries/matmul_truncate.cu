@@ -338,7 +338,8 @@ FP4KIT_DEVICE void multiply_tile(const ProductArguments& a, Stage& s, const Prod
       if (a.promote && (done % a.promote == 0 || done >= a.length)) {
         for (int i = 0; i < kSide; ++i) {
           for (int j = 0; j < kSide; ++j) {
-            totals[i][j] += static_cast<float>(sums[i][j]);
+            totals[i][j] = promoted(a, tile.matrix, tile.row + row_of(i), tile.column + column_of(j), start + first,
+                                    totals[i][j], static_cast<float>(sums[i][j]));
             sums[i][j] = 0.0f;
           }
         }

@@ -5,6 +5,7 @@
 
 #include "codec.cuh"
 #include "matmul_terms.cuh"
+#include "ptx.cuh"
 
 // How the codes of an operand are stored: two 4-bit codes per byte (the first code in the low bits), one code per byte,
 // or floats that are their own codes.
@@ -15,6 +16,7 @@ struct ProductOperand {
   const u8* codes;            // the codes of all matrices, contiguous
   const u8* scales;           // the codes of the block scales; null without block scales
   const float* factors;       // the tensor scale of every row; null if all tensor scales are 1
+  const float* chains;        // the scale of every chain (promote elements) of each row; null without such scales
   const float* values;        // the value of every element code; null for floats
   const float* scale_values;  // the magnitude of every scale code; null without block scales
   i64 kind;                   // a CodeKind, as an integer
@@ -177,6 +179,19 @@ FP4KIT_DEVICE void store_product(const ProductArguments& a, i64 matrix, i64 row,
   } else {
     static_cast<u16*>(a.out)[index] = is_nan(sum) ? u16{0x7FFF} : Out::narrow(sum);
   }
+}
+
+// Return the total of a result after the chain that begins at index k along K. `total` is the total before, and `sum`
+// the sum of the chain. Scales of chains multiply the sum, in turn or by their product, and a fused multiply-add adds
+// it.
+FP4KIT_DEVICE float promoted(const ProductArguments& a, i64 matrix, i64 row, i64 column, i64 k, float total,
+                             float sum) {
+  if (!a.a.chains) return total + sum;
+  if (!is_inside(a, row, column)) return 0.0f;
+  const i64 count = (a.length + a.promote - 1) / a.promote, chain = k / a.promote;
+  const float x = a.a.chains[row_index(a.a, matrix, row) * count + chain];
+  const float y = a.b.chains[row_index(a.b, matrix, column) * count + chain];
+  return a.in_turn ? fma_rn(sum * x, y, total) : fma_rn(sum, x * y, total);
 }
 
 // Return the start value for the sum of a result: its element of c, or 0 if c is null or the result is outside of the
