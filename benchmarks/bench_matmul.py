@@ -15,7 +15,8 @@ import fp4kit
 from fp4kit.quantized.container import Quantized
 
 SIZE = 4096  # the largest number of rows and of columns of a matrix
-NVFP4_US, FP8_US = 10_000, 20_000  # largest times wanted, for products of that size
+# The largest times wanted, for products of that size.
+NVFP4_US, FP8_US, OTHER_US, INT8_US = 10_000, 20_000, 40_000, 5_000
 
 
 def fp8(bench: Bench, shape: tuple[int, int]) -> Quantized:
@@ -39,8 +40,8 @@ def in_torch(bench: Bench, x: Any) -> dict[str, Call]:
 def run(bench: Bench) -> None:
     """Time matmul of square matrices and their transposes, and add the rows to `bench`.
 
-    NVFP4 and MXFP4 matrices are multiplied as the matrix unit "sm100" does. FP8 (with fast and slow accumulation) and
-    bfloat16 matrices are multiplied as "sm90" does.
+    NVFP4 and MXFP4 matrices are multiplied as the matrix unit "sm100" does. FP8 (with fast and slow accumulation),
+    16-bit, TF32 and int8 matrices are multiplied as "sm90" does.
     """
     size = min(bench.size, SIZE)
     x = bench.normal(BF16, (size, size))
@@ -54,7 +55,14 @@ def run(bench: Bench) -> None:
     cases.append(("matmul, sm90", "fp8-modelopt", operand, sm90, Fraction(2), {"target_us": FP8_US}))
     slow = replace(sm90, promote=128)
     cases.append(("matmul, sm90, slow", "fp8-modelopt", operand, slow, Fraction(2), {"target_us": FP8_US}))
-    cases.append(("matmul, sm90", "", x, sm90, Fraction(4), {}))
+    for id in ("mxfp8-te", "mxfp6-torchao-floor-e2m3"):
+        cases.append(("matmul, sm100", id, fp4kit.quantize(x, id), "sm100", Fraction(2), {"target_us": OTHER_US}))
+    others = {"bfloat16": x, "float16": bench.normal(np.float16, (size, size)), "TF32": bench.normal(F32, (size, size))}
+    for name, a in others.items():
+        codes = Fraction(2 * a.itemsize)
+        cases.append((f"matmul of {name}, sm90", "", a, sm90, codes, {"target_us": OTHER_US}))
+    integers = (others["TF32"] * 32).astype(np.int8)
+    cases.append(("matmul of int8, sm90", "", integers, sm90, Fraction(2), {"target_us": INT8_US}))
     for operation, recipe, q, unit, codes, targets in cases:
         call = lambda q=q, unit=unit: fp4kit.matmul(q, q, unit=unit)  # noqa: E731
         check_rows(

@@ -114,11 +114,15 @@ def matmul(
 
     Numerics:
         - K is padded with zeros to a whole number of steps. A step is one instruction; see DotAdd.
+        - FP8 with float32 scales per 128 elements, per row for a: each 128 elements are a chain from zero, and a fused
+          multiply-add adds it: c = fma(sum * scale_a, scale_b, c), or c = fma(sum, scale_a * scale_b, c) if 128 rows
+          of b share a scale. So cuBLASLt does on Hopper, and DeepGEMM by its source.
+        - int8 and uint8: exact sums, which wrap around, or saturate after each step (IntegerAdd).
         - alpha: the tensor scales are multiplied in float32; the sum times their product is rounded to float32, then to
           out_dtype, to nearest even.
         - Signs of E4M3 block scales are ignored, except by "mlx-cpu".
-        - NVIDIA's units: a sum of zero is +0, and results of 2^128 and more are infinite. Subnormal elements, sums and
-          scales are kept.
+        - NVIDIA's units: float32 operands lose their low 13 bits first. A sum of zero is +0, and results of 2^128 and
+          more are infinite. Subnormal elements, sums and scales are kept.
         - Infinities and NaN in the operands give what IEEE 754 gives. Every NaN of the result is 0x7FFFFFFF in float32,
           and 0x7FFF in 16 bits.
         - "mlx-cpu": scales and elements decode as in the recipes ...-mlx-cpu. B may have no tensor scale, unless alpha
@@ -132,10 +136,9 @@ def matmul(
         of experts, by another function. It differs in rows with NaN, infinities or numbers from 8.3e6 on, whose Q8_0
         scale is infinite.
 
-        Equals MMA-Sim 2.1.1 for every matrix unit, and an H100 for "sm90": cuBLASLt's FP8 products with fast
-        accumulation (torch._scaled_mm with use_fast_accum=True), those with slow accumulation as
-        `dataclasses.replace(fp4kit.unit("sm90"), promote=128)`, and mma.sync of bfloat16. The other units were not
-        compared with hardware here. A kernel that splits K, or adds in another order, gives other bits.
+        Equals MMA-Sim 2.1.1 for every matrix unit with float32 sums, and the hardware that Unit.checked names. Slow
+        accumulation of cuBLASLt is `dataclasses.replace(fp4kit.unit("sm90"), promote=128)`. A kernel that splits K, or
+        adds in another order, gives other bits.
 
     Source:
         MMA-Sim, arXiv 2511.10909. MLX 0.32.4 backend/cpu/quantized.cpp. llama.cpp ggml-cpu/arch/x86/quants.c and

@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from exhaustive import exhaustive
-from products import drawn, drawn_c, drawn_options, of_cards, of_cublas, of_tcgen05
+from products import drawn, drawn_c, drawn_options, of_cards, of_cublas, of_cublas_on_h200, of_tcgen05
 from tensors import to_torch
 from together import together
 
@@ -382,9 +382,9 @@ def test_sums_of_real_cards(case) -> None:
         assert equal.all(), f"{np.count_nonzero(~equal)} of {equal.size} sums differ"
 
 
-@pytest.mark.parametrize("case", [*of_cublas()], ids=lambda case: case[0])
+@pytest.mark.parametrize("case", [*of_cublas(), *of_cublas_on_h200()], ids=lambda case: case[0])
 def test_products_of_cublaslt(case) -> None:
-    """cuBLASLt on an H100 adds in chains of sm90's instructions, and applies scales per row one after the other."""
+    """cuBLASLt adds in chains of sm90's instructions; scales of rows follow one after the other."""
     _, a, b, options, d = case
     for way in (nullcontext(), fp4kit.specification()):
         with way:

@@ -122,6 +122,25 @@ def of_cublas() -> Iterator[tuple[str, np.ndarray, np.ndarray, dict[str, Any], n
             yield name, a, b, options, d
 
 
+def of_cublas_on_h200() -> Iterator[tuple[str, Any, Any, dict[str, Any], np.ndarray]]:
+    """Yield what of_cublas yields, on an H200: FP8 with scales of blocks, and a K that the kernel splits."""
+    sm90 = fp4kit.unit("sm90")
+    types = {"tf32": np.float32, "f16": np.float16, "bf16": BF16, "s8": np.int8, "e4m3": _DTYPES["e4m3"]}
+    with np.load(DATA / "cublas_h200.npz") as found:
+        for name in sorted({key.rpartition("/")[0] for key in found}):
+            a, b, d = (found[f"{name}/{x}"] for x in "abd")
+            what, size, *kinds = name.split("-")
+            if what == "block":
+                scales = (found[f"{name}/s{x}"].view(np.float32) for x in "ab")
+                recipes = (recipe_of("e4m3-128"), recipe_of(f"e4m3-{size}"))
+                operands = [quantized(r, x, None, s) for r, x, s in zip(recipes, (a, b), scales, strict=True)]
+                yield name, *operands, {"unit": sm90}, d.view(np.float32)
+            elif what == "split":
+                unit = replace(sm90, promote=int(size))
+                d = d.view(BF16 if kinds[0] == "e4m3" else np.float32)
+                yield name, a.view(types[kinds[0]]), b.view(types[kinds[0]]), {"unit": unit, "out_dtype": d.dtype}, d
+
+
 def rounded_to_tf32(x: np.ndarray) -> np.ndarray:
     """Round finite float32 numbers to the 10 fraction bits of TF32, to nearest even, as cuBLAS does first."""
     bits = x.view(np.uint32)
@@ -236,7 +255,18 @@ def quantized(r: Recipe, codes: np.ndarray, scales: np.ndarray | None, tensor_sc
     return Quantized(packed, scales, tensor, None, codes.shape, np.dtype(np.float32), codes.ndim - 1, r)
 
 
-KINDS = ("e4m3-128", "e4m3-128x128", "nvfp4", "mxfp4", "mxfp4-block16", *(f"mx-{e}" for e in _MX), "e2m1", "e2m3", "e3m2", *_DTYPES)
+KINDS = (
+    "e4m3-128",
+    "e4m3-128x128",
+    "nvfp4",
+    "mxfp4",
+    "mxfp4-block16",
+    *(f"mx-{e}" for e in _MX),
+    "e2m1",
+    "e2m3",
+    "e3m2",
+    *_DTYPES,
+)
 
 
 def drawn(rng: np.random.Generator, kind: str, *shape: int) -> Any:
