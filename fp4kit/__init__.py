@@ -79,6 +79,7 @@ _LAZY = {
     "Parity": "fp4kit.contract.compare_layer",
     "RecipeComparison": "fp4kit.ops.compare",
     "Shard": "fp4kit.training.master_weights",
+    "Sparse": "fp4kit.quantized.sparse",
     "cast_master_weights": "fp4kit.training.master_weights",
     "compare": "fp4kit.ops.compare",
     "compare_recipes": "fp4kit.ops.compare",
@@ -111,6 +112,7 @@ if TYPE_CHECKING:
     from fp4kit.ops.identify import Identification, identify
     from fp4kit.ops.kv_cache import KVIdentification, identify_kv
     from fp4kit.ops.matmul import ErrorBudget, error_budget, matmul_grouped
+    from fp4kit.quantized.sparse import Sparse
     from fp4kit.storage.quantized_file import load, save
     from fp4kit.training.master_weights import MasterWeightsPlan, Shard, cast_master_weights
 
@@ -198,6 +200,7 @@ __all__ = [
     "Requantized",
     "Serving",
     "Shard",
+    "Sparse",
     "Unit",
     "amax",
     "amax_grouped",

@@ -18,6 +18,7 @@ from fp4kit.arrays.imports import check_one_device, cupy, import_arrays, import_
 from fp4kit.arrays.returns import library_of, numpy_dtype
 from fp4kit.formats import E8M0, FLOATS, MXFP4, MXFP8_E4M3, NVFP4, BlockFormat, ElementFormat
 from fp4kit.quantized.container import Quantized
+from fp4kit.quantized.sparse import Sparse
 from fp4kit.recipes import Recipe
 from fp4kit.reference.dequantize import gguf_scales
 from fp4kit.units import ENGINE_ORDERS, ORDERS, DotAdd, FloorDotAdd, IntegerAdd, Unit, unit_of
@@ -68,6 +69,7 @@ class Operand(NamedTuple):
         factor: float32 (batch, rows), the tensor scale of each row; None if it is 1.
         chains: float32 (batch, rows, K / 128), the scale of every 128 elements of a row; None without such scales.
         is_square: whether 128 rows share each of these scales.
+        is_sparse: whether codes are those of a Sparse, with zeros in between.
         k: the length K.
         name: the name of the operand in messages, such as "a" or "b[2]".
     """
@@ -82,6 +84,7 @@ class Operand(NamedTuple):
     name: str = ""
     chains: Any = None
     is_square: bool = False
+    is_sparse: bool = False
 
     def reshaped(self, *lead: int) -> Operand:
         """Return a copy of the operand with axes of the lengths `lead` in place of all axes before K."""
@@ -244,7 +247,11 @@ def matmul_call(a: Any, b: Any, unit: Any, out_dtype: Any, alpha: Any, c: Any) -
     """
     op = "matmul"
     u = unit_of(op, unit)
-    arrays = {"a": getattr(a, "packed", a), "b": getattr(b, "packed", b)} | ({} if c is None else {"c": c})
+    if type(b) is Sparse:
+        raise TypeError(f"{op}: b is a Sparse; needs it as a, because a unit drops elements of its first operand")
+    arrays = {"a": a.values if type(a) is Sparse else getattr(a, "packed", a), "b": getattr(b, "packed", b)} | (
+        {} if c is None else {"c": c}
+    )
     if {type(array) for array in arrays.values()} != {np.ndarray}:
         check_one_device(op, **arrays)
     call = _product(op, operand(op, "a", a, u), operand(op, "b", b, u), u, out_dtype, alpha)
@@ -292,9 +299,15 @@ def _product(op: str, a: Operand, b: Operand, u: Unit, out_dtype: Any, alpha: An
         u = replace(u, promote=CHAIN)
     if of_integers and alpha is not None:
         raise TypeError(f"{op}: alpha is {alpha!r:.60}; needs None for products of integers")
+    if a.is_sparse and isinstance(step, DotAdd):
+        _check_finite(op, b)
+        step = replace(step, k=2 * step.k)
+        if u.promote is not None and u.promote % step.k:
+            raise ValueError(f"{op}: {u.id} has promote {u.promote}; a sparse product needs a multiple of {step.k}")
     if u.fp8_as and a.element in _FP8:
-        a, b = _as_float16(a), _as_float16(b)
-        u = replace(u, bfloat16=None, fp8_as=None, promote=_FP8_CHAIN)
+        chain = _FP8_CHAIN * (1 + a.is_sparse)
+        a, b = _as_float16(a, chain), _as_float16(b, chain)
+        u = replace(u, bfloat16=None, fp8_as=None, promote=chain)
     if u.order in ENGINE_ORDERS:
         _check_engine(op, u, a, b, alpha)
     in_turn = isinstance(alpha, tuple)
@@ -312,7 +325,7 @@ def _product(op: str, a: Operand, b: Operand, u: Unit, out_dtype: Any, alpha: An
                 f"{op}: alpha is {alpha!r:.60}; needs a number, a tuple of two arrays, or None for the tensor scales"
             ) from None
         a, b = a._replace(factor=_library(a.codes).full(a.codes.shape[:-1], number)), b._replace(factor=None)
-    in_turn = not b.is_square if has_chains else in_turn
+    in_turn = not (a.is_square or b.is_square) if has_chains else in_turn
     return MatmulCall(a, b, None, u, step, dtype, None, not isinstance(a.codes, np.ndarray), in_turn)
 
 
@@ -346,18 +359,25 @@ def _with_factors(op: str, a: Operand, b: Operand, alpha: tuple[Any, ...]) -> li
 _FP8_CHAIN = 32  # the elements of K of an FP8 instruction
 
 
-def _as_float16(x: Operand) -> Operand:
+def _check_finite(op: str, b: Operand) -> None:
+    """Raise ValueError if b has infinities or NaN, because elements that a sparse operand drops must not meet them."""
+    library, finite = _library(b.codes), np.isfinite(decoding_of(b.element).values)
+    if not bool(library.asarray(finite)[b.codes].all()):
+        raise ValueError(f"{op}: {b.name} has infinities or NaN; a product with a Sparse needs finite numbers")
+
+
+def _as_float16(x: Operand, chain: int) -> Operand:
     """Return an FP8 operand as float16, in the order of K in which mma.sync of Hopper and Blackwell adds (Unit.fp8_as).
 
-    K is padded with zeros to whole instructions.
+    K is padded with zeros to whole instructions, which have `chain` elements: 32, or 64 if A is sparse.
     """
     library = _library(x.codes)
     table = library.asarray(decoding_of(x.element).values.astype(np.float16).view(np.uint16))
     *lead, k = x.codes.shape
-    chains = -(-k // _FP8_CHAIN)
-    padding = [(0, 0)] * len(lead) + [(0, chains * _FP8_CHAIN - k)]
-    quads = library.pad(table[x.codes], padding).reshape(*lead, chains, _FP8_CHAIN // 4, 2, 2)
-    codes = library.ascontiguousarray(quads.swapaxes(-3, -2)).reshape(*lead, chains * _FP8_CHAIN)
+    count = -(-k // chain)
+    padding = [(0, 0)] * len(lead) + [(0, count * chain - k)]
+    quads = library.pad(table[x.codes], padding).reshape(*lead, count, 8, 2, chain // 16)
+    codes = library.ascontiguousarray(quads.swapaxes(-3, -2)).reshape(*lead, count * chain)
     return x._replace(codes=codes, element="float16", k=codes.shape[-1])
 
 
@@ -412,6 +432,8 @@ def operand(op: str, name: str, x: Any, u: Unit) -> Operand:
     """Return an argument of matmul as an Operand."""
     if isinstance(x, Quantized):
         return quantized_operand(op, name, x.imported(op))
+    if type(x) is Sparse and name == "a" and u.order is None:
+        return operand(op, name, x.expand(), u)._replace(is_sparse=True)
     kind = str(getattr(x, "dtype", "")).removeprefix("torch.")
     if kind not in _ARRAY_ELEMENTS or (kind == "float32" and not takes_float32(u)):
         got = kind or f"a {type(x).__name__}"
@@ -511,10 +533,10 @@ def step_of(op: str, u: Unit, a: Operand, b: Operand) -> DotAdd | FloorDotAdd | 
             right = " or ".join(f"{f.name} ({f.element} with {f.scale} scales of {f.block_size})" for f in blocks)
             raise ValueError(f"{given}; {u.id} needs an array of {' or '.join(dtypes)} as a, and {right} as b")
     if _has_chains(a) or _has_chains(b):
-        fits = _has_chains(a) and _has_chains(b) and not a.is_square and u.fp8 is not None
+        fits = _has_chains(a) and _has_chains(b) and not (a.is_square and b.is_square) and u.fp8 is not None
         if not fits or u.promote not in (None, CHAIN):
             raise ValueError(
-                f"{given}; float32 scales of {CHAIN} need them in both operands, those of {a.name} per row, and a unit"
+                f"{given}; float32 scales of {CHAIN} need them in both operands, per row in one of them, and a unit"
                 f" with fp8 and promote None or {CHAIN}, such as 'sm90'; or use unit='dequantized'"
             )
     if u.order and not {a.element, b.element} & {*INTEGERS}:

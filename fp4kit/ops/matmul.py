@@ -70,8 +70,8 @@ def matmul(
         a: the operand A. Either a Quantized with float elements, whose quantized axis is K and one of the last two
             axes: (..., M, K) for axis=-1, (..., K, M) for axis=-2. Or an array (..., M, K) of bfloat16, float16,
             float32 (which units multiply as TF32, without the low 13 bits), int8, uint8, or a float8, float6 or float4
-            dtype of ml_dtypes. Axes before the last two are a stack of matrices. For the engines "mlx-cpu" and
-            "ggml-...", A is an unquantized array.
+            dtype of ml_dtypes; or a Sparse. Axes before the last two are a stack of matrices. For the engines "mlx-cpu"
+            and "ggml-...", A is an unquantized array.
         b: the operand B, as a, with N in place of M. It is one matrix, or a stack like that of a.
         unit: a Unit or its id. "sm100" (Blackwell), "sm90" (Hopper), "sm89" (Ada), "sm80" (Ampere), "sm75" (Turing),
             "sm70" (Volta) and "cdna3" (MI300) add as that hardware does, and "sm90-mma" and "sm100-mma" as its older
@@ -511,6 +511,8 @@ def _values(q: Quantized, s: LinearSettings) -> np.ndarray:
     values = decoding_of(found.element).values[codes]
     if found.scales is not None and found.scale is not None:
         values *= scale_decoding_of(found.scale).values[found.scales].repeat(found.block, axis=-1)
+    if found.chains is not None:
+        values *= found.chains.repeat(found.block, axis=-1)
     return values if found.factor is None else values * found.factor[:, None].astype(np.float64)
 
 

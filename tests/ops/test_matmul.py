@@ -250,6 +250,8 @@ def exact_values(q: fp4kit.Quantized) -> np.ndarray:
     if q.recipe.scale is not None:
         scales = fractions(q.block_scale.view(dtypes[q.recipe.scale.name]))
         values = values * scales.repeat(q.recipe.block_size, axis=-1)
+    if q.tensor_scale is not None and q.tensor_scale.ndim:
+        return values * fractions(q.tensor_scale).repeat(128, axis=-1)
     return values if q.tensor_scale is None else values * Fraction(float(q.tensor_scale))
 
 
