@@ -437,7 +437,9 @@ def operand(op: str, name: str, x: Any, u: Unit) -> Operand:
     kind = str(getattr(x, "dtype", "")).removeprefix("torch.")
     if kind not in _ARRAY_ELEMENTS or (kind == "float32" and not takes_float32(u)):
         got = kind or f"a {type(x).__name__}"
-        hint = "; quantize it, or round it to bfloat16" if "float" in kind else ""
+        hint = (
+            f"; quantize it, or round it to {'float32' if takes_float32(u) else 'bfloat16'}" if "float" in kind else ""
+        )
         raise TypeError(
             f"{op}: {name} is {got}; {u.id} needs a Quantized, or an array of {', '.join(_ARRAY_ELEMENTS)}{hint}"
         )

@@ -464,12 +464,14 @@ def quantize_grouped(
 
 
 def _one_by_one(op: str, function: Any, xs: Any, recipe: Any, options: Any, amaxes: dict[str, Any]) -> list[Any] | None:
-    """Return the results of single calls, which are cached, for NumPy arrays; None for other arrays.
+    """Return the results of single calls, which are cached, for NumPy arrays; None for other arguments.
 
     amaxes: {argument: None, or one entry per array}.
     """
     is_stack = type(xs) is np.ndarray and xs.ndim > 1
     if not (is_stack or isinstance(xs, (list, tuple))) or {*map(type, xs)} != {np.ndarray}:
+        return None
+    if amaxes["block_amax"] is not None:  # groups take these for static recipes only
         return None
     columns = [per_tensor(op, name, value, len(xs)) for name, value in amaxes.items()]
 

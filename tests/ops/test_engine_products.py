@@ -315,9 +315,13 @@ def test_errors(a, b, unit, options, message) -> None:
         fp4kit.matmul_grouped([a], [b], unit=unit, **{name: [c] for name, c in options.items()})
 
 
-def test_float32_is_for_engines_only() -> None:
-    with pytest.raises(TypeError, match=r"a is float64; needs .* an array of float32, float16.*or round it to float32"):
+def test_float32_beside_mxfp4_is_for_engines_and_exact_sums() -> None:
+    with pytest.raises(
+        TypeError, match=r"a is float64; mlx-cpu needs .* an array of float16, .*or round it to float32"
+    ):
         fp4kit.matmul(X.astype(np.float64), MX, unit="mlx-cpu")
-    for unit in ("sm100", "exact", "dequantized"):
-        with pytest.raises(TypeError, match="a is float32; needs a Quantized"):
-            fp4kit.matmul(X, MX, unit=unit)
+    with pytest.raises(TypeError, match="a is float32; dequantized needs a Quantized"):
+        fp4kit.matmul(X, MX, unit="dequantized")
+    with pytest.raises(ValueError, match="a is float32 and b E2M1 with E8M0 scales of 32; sm100 has no instruction"):
+        fp4kit.matmul(X, MX, unit="sm100")
+    assert fp4kit.matmul(X, MX, unit="exact").shape == (len(X), len(MX.packed))
