@@ -284,17 +284,19 @@ def by_definition(x: Any, w: Any, recipe_x: str, recipe_w: str, unit: str, dtype
         ("nvfp4-te", "nvfp4-te-2d", "sm100", ml_dtypes.bfloat16),
         ("fp8-modelopt", "fp8-modelopt", "sm90", np.float16),
         ("mxfp4-ocp", "mxfp8-te", "sm100", np.float32),
+        ("fp8-compressed-tensors-group", "fp8-deepgemm-block", "sm90", ml_dtypes.bfloat16),
         *exhaustive([("nvfp4-flashinfer", "nvfp4-te", "exact", ml_dtypes.bfloat16)]),
     ],
     ids=str,
 )
 def test_every_ratio_is_its_definition(call: tuple[Any, ...]) -> None:
     recipe_x, recipe_w, unit, dtype = call
-    found = fp4kit.error_budget(X, W, recipe_x, recipe_w, unit, out_dtype=dtype)
+    x, w = (np.tile(a, (1, 2)) if "block" in recipe_w else a for a in (X, W))
+    found = fp4kit.error_budget(x, w, recipe_x, recipe_w, unit, out_dtype=dtype)
     ratios = [getattr(found, name) for name in RATIOS]
-    np.testing.assert_allclose(ratios, by_definition(X, W, *call), 1e-6)  # float64 sums reach 1e-7 dB at 160 dB
+    np.testing.assert_allclose(ratios, by_definition(x, w, *call), 1e-6)  # float64 sums reach 1e-7 dB at 160 dB
     assert (found.recipe_x, found.recipe_w, found.unit) == call[:3]
-    assert (found.out_dtype, found.shape) == (np.dtype(dtype).name, (M, N, K))
+    assert (found.out_dtype, found.shape) == (np.dtype(dtype).name, (M, N, x.shape[1]))
     assert (found.rounding == inf) == (dtype == np.float32)
 
 
@@ -397,6 +399,34 @@ def test_every_unit_that_claims_a_card_has_its_sums() -> None:
     cards = {case.unit.id for case in of_cards()}
     claims = {unit.id for unit in fp4kit.units() if re.match(r"on an? [A-Z]", unit.checked) and unit.order is None}
     assert cards == claims
+
+
+def test_a_sum_is_rounded_once_to_float16() -> None:
+    """1 + 2^-11 is a tie of float16, and 2^-25, which float32 would lose, decides it."""
+    a, b = np.zeros((2, 1, 16), np.float16)
+    a[0, :3], b[0, :3] = (1, 2.0**-11, 2.0**-12), (1, 1, 2.0**-13)
+    for way in (nullcontext(), fp4kit.specification()):
+        with way:
+            assert fp4kit.matmul(a, b, unit="sm90-mma-f16")[0, 0] == 1 + 2**-10
+
+
+def test_integers_saturate_after_every_step() -> None:
+    a, b = np.ones((1, 96), np.int8), np.ones((1, 96), np.int8)
+    b[0, 32:64] = -1
+    c = np.int32([[2**31 - 1]])
+    saturating = replace(fp4kit.unit("sm90"), int8=fp4kit.IntegerAdd(saturate=True))
+    for way in (nullcontext(), fp4kit.specification()):
+        with way:
+            assert fp4kit.matmul(a[:, :64], b[:, :64], unit=saturating, c=c)[0, 0] == 2**31 - 33
+            assert fp4kit.matmul(a, b, unit="sm90", c=c)[0, 0] == 31 - 2**31
+
+
+def test_bits_beside_a_code_are_ignored() -> None:
+    codes = np.random.default_rng(4).integers(0, 256, (3, 40), np.uint8)
+    for dtype, mask in ((ml_dtypes.float4_e2m1fn, 15), (ml_dtypes.float6_e2m3fn, 63), (ml_dtypes.float6_e3m2fn, 63)):
+        x, y = codes.view(dtype), (codes & mask).view(dtype)
+        assert np.array_equal(fp4kit.matmul(x, x), fp4kit.matmul(y, y))
+        assert np.array_equal(fp4kit.matmul(y, y)[0, 0], np.square(y[0].astype(np.float32)).sum())
 
 
 @pytest.mark.parametrize("K", [1, 3, 32, 45, 64, 130])
