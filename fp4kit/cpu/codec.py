@@ -26,7 +26,7 @@ from fp4kit.formats import E2M1, E8M0, Codebook, ElementFormat, IntegerOrFloat, 
 from fp4kit.quantized.container import Quantized
 from fp4kit.recipes import Recipe
 from fp4kit.recipes.rules import TOPS
-from fp4kit.recipes.schema import decoding, then_encodes, with_row_blocks
+from fp4kit.recipes.schema import decoding, encodes_first, then_encodes, with_row_blocks
 from fp4kit.reference import dequantize as decode_specification
 from fp4kit.reference import four_over_six
 from fp4kit.reference import quantize as specification
@@ -67,7 +67,7 @@ def element_key(r: Recipe) -> str:
     """
     flags = [name for name in ("flush", "round_scaled", "narrow") if getattr(r, name)]
     flags += ["stochastic_float16"] * (r.stochastic == "comfy_kitchen_fp8")
-    flags += ["then_encode"] * then_encodes(r)
+    flags += ["encode_first" if encodes_first(r) else "then_encode"] * then_encodes(r)
     return " ".join([_name(computed_format(r)), r.apply, r.rounding, r.sign, *flags])
 
 

@@ -17,7 +17,7 @@ from fp4kit.cuda.compiler import constant, decode_rule, format_struct
 from fp4kit.formats import E2M1, E4M3, ElementFormat, IntegerOrFloat
 from fp4kit.recipes import Recipe, recipe, recipes
 from fp4kit.recipes.rules import DECODE_RULES
-from fp4kit.recipes.schema import as_stored, by_divisor, decoding, faking, takes_divisor, then_encodes
+from fp4kit.recipes.schema import as_stored, by_divisor, decoding, encodes_first, faking, takes_divisor, then_encodes
 
 PATH = Path(__file__).parent / "source" / "recipes.inc"
 DTYPES = ("float32", "float16", "bfloat16")
@@ -131,6 +131,7 @@ def _element(r: Recipe) -> Facts:
         "bool kNarrow": r.narrow,
         "bool kStochasticFloat16": r.stochastic == "comfy_kitchen_fp8",
         "bool kThenEncode": then_encodes(r),
+        "bool kEncodeFirst": encodes_first(r),
     }
 
 

@@ -199,3 +199,91 @@ def qat() -> Made:
         source="INT4 fake quantization of the trainers slime and miles",
         exact="the formula clamp(round(w / s), -7, 7) * s for a weight w, where s = max(amax / 7, 1e-5)",
     )
+
+
+_JAX_SOURCE = "JAX {} jax._src.cudnn.scaled_matmul_stablehlo quantize, of jax.nn.scaled_dot_general, on {}"
+_JAX_GPU = ("0.11.2", "0.11.2")
+
+
+@producer("jax", "JAX", "0.10.2")
+def jax() -> Made:
+    """Yield the recipes of jax.nn.scaled_dot_general: op by op and under jax.jit, on a CPU and on a GPU.
+
+    XLA on a CPU flushes subnormals, and divides by multiplying with a rounded reciprocal. A GPU keeps subnormals.
+    """
+    cpu, gpu = _JAX_SOURCE.format("0.10.2", "a CPU"), _JAX_SOURCE.format("0.11.2", "an H100")
+    zeros = "Zeros of a block with scale 0 have code 8, which decodes to -0"
+    single = of_format(
+        NVFP4,
+        "nvfp4-jax",
+        "tensor_scaling=none block_rule=jax nan_code=8 amax_nan=propagate flush=True",
+        source=cpu,
+        exact=f"codes and scales of config nvfp4 with global_scale 1, the default, op by op and under jit. {zeros}",
+    )
+    scaled = "config nvfp4 with global_scale = amax / 2688, which must be a normal float32"
+    on_gpu = variant(
+        single,
+        "nvfp4-jax-gpu",
+        "block_rule=jax_gpu flush=False",
+        source=gpu,
+        versions=_JAX_GPU,
+        exact=f"codes and scales on a GPU of config nvfp4 with global_scale 1, op by op and under jit. {zeros}",
+    )
+    cpu_text = "tensor_scaling=tensor tensor_rule=divided"
+    for base, id, text, where in (
+        (single, "nvfp4-jax-global", cpu_text, "op by op"),
+        (single, "nvfp4-jax-global-jit", f"{cpu_text} block_rule=jax_jit", "under jit"),
+        (on_gpu, "nvfp4-jax-gpu-global", "tensor_scaling=tensor tensor_rule=jax_gpu", "on a GPU, op by op"),
+        (on_gpu, "nvfp4-jax-gpu-global-jit", cpu_text, "on a GPU, under jit"),
+    ):
+        yield from (base,) * (id in ("nvfp4-jax-global", "nvfp4-jax-gpu-global"))
+        yield variant(base, id, text, exact=f"codes, scales and global_scale {where}: {scaled}. {zeros}")
+    mx = of_format(
+        MXFP8_E4M3,
+        "mxfp8-jax",
+        "block_rule=e8m0_jax round_scaled=True amax_nan=propagate flush=True",
+        source=cpu,
+        exact="codes and scales of config mxfp8, op by op. Zeros of a float32 or bfloat16 block with scale 2^-127 "
+        "become NaN",
+    )
+    yield mx
+    yield variant(
+        mx,
+        "mxfp8-jax-jit",
+        "block_rule=e8m0_jax_jit",
+        exact="codes and scales of config mxfp8 under jit. Zeros of a bfloat16 block with scale 2^-127 become NaN",
+    )
+    for id, rule, where in (("-gpu", "e8m0_jax_gpu", "op by op"), ("-gpu-jit", "e8m0_jax_gpu_jit", "under jit")):
+        text = f"block_rule={rule} flush=False"
+        exact = f"codes and scales of config mxfp8 on a GPU, {where}"
+        yield variant(mx, f"mxfp8-jax{id}", text, source=gpu, versions=_JAX_GPU, exact=exact)
+
+
+@producer("miles", "miles", "200e6df")
+def miles() -> Made:
+    """Yield the recipes of miles: MXFP4 weights of its quantization-aware training, in three versions of its file."""
+    even = of_format(
+        MXFP4,
+        "mxfp4-miles",
+        "block_rule=e8m0_miles_even rounding=rnz nan_code=0 nan_sign=True amax_nan=propagate",
+        source="miles, branch main of 2026-11, miles/utils/mxfp4.py",
+        exact="codes, scales and bfloat16 values. Scales are those of mxfp4-torchao-even, but ties round toward zero",
+        versions=("main of 2026-11", "main of 2026-11"),
+    )
+    yield even
+    yield variant(
+        even,
+        "mxfp4-miles-ceil",
+        "block_rule=e8m0_miles_ceil nan_code=8 nan_sign=False",
+        source="miles, branch kimi-k3 of 2026-07-28, miles/utils/mxfp4.py quantize_mxfp4",
+        exact="codes, scales and bfloat16 values. Ties round toward zero",
+        versions=("kimi-k3 of 2026-07-28", "kimi-k3 of 2026-07-28"),
+    )
+    yield variant(
+        even,
+        "mxfp4-miles-dsv4",
+        "block_rule=e8m0_miles_dsv4",
+        source="miles 200e6df miles/utils/mxfp4.py mxfp4_quantize, for the experts of DeepSeek-V4",
+        exact="codes and scales. Ties round toward zero. An infinite amax gives zeros",
+        versions=None,  # those of miles
+    )

@@ -117,6 +117,9 @@ DECODE_RULES: dict[str, Callable[..., Array]] = {
     "fp8_compressed_tensors": _product,
     "fp8_comfy_kitchen_float16": lambda v, s, t, r: v * round_to(np.asarray(t.decode), HALF),
     "fp8_comfy_kitchen_bfloat16": lambda v, s, t, r: v * round_to(np.asarray(t.decode), BFLOAT16),
+    # OpenVINO, with the inference precision float32: it reads the product of both scales as float16
+    "nncf": lambda v, s, t, r: v * round_to(_e4m3(s) * t.decode, HALF),
+    "e8m0_nncf": lambda v, s, t, r: v * round_to(_e8m0(s, np.nan), HALF),
     "int_modelopt": lambda v, s, t, r: _int_modelopt(v, t),
     # OCP MX v1.0: code 255 gives NaN
     "e8m0": lambda v, s, t, r: v * _e8m0(s, np.nan),

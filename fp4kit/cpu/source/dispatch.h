@@ -92,7 +92,7 @@ struct TensorRuleEntry {
 //   unused_bits         kUnusedBits (exact_division.h), or 0 if multipliers must not replace divisors
 //   divides             true if elements are divided by factors, false if they are multiplied by them
 //   allows_zero_factor  true if a factor of 0 is valid
-//   then_encodes        true if elements are also multiplied by the tensor's encode scale, after the factor
+//   then_encodes        true if elements are also multiplied by the tensor's encode scale
 //   flushes             true if subnormal factors and elements are flushed to zero
 //   is_nibble           true if codes have 4 bits and are stored two per byte
 //   wraps               kWraps of encode_elements.h

@@ -266,3 +266,61 @@ struct block_deepseek : by_code {
     return decode_scale<R>(code) * t.decode;
   }
 };
+
+struct block_jax : by_code {
+  template <class R, class In>
+  FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
+    return encode_scale<R>(mul_ftz(mul_ftz(amax, t.encode), kInv6));
+  }
+  template <class R, class In>
+  FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) {
+    return 1.0f / decode_scale<R>(code);
+  }
+};
+
+struct block_jax_jit : block_jax {
+  template <class R, class In>
+  FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) {
+    return mul_ftz(t.encode, 1.0f / decode_scale<R>(code));
+  }
+};
+
+struct block_jax_gpu : block_jax {
+  template <class R, class In>
+  FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
+    return encode_scale<R>(amax * t.encode * kInv6);
+  }
+};
+
+// Return the code of a block scale that is rounded to float16 first. Scales above 464 get a NaN code.
+template <class R>
+FP4KIT_DEVICE u32 encode_half_scale(float scale) {
+  return encode<typename R::Scale, Rounding::rnh, Sign::signbit, R::Scale::kNanCode>(scale);
+}
+
+template <bool kIsSmall>
+struct nncf_block {
+  static constexpr bool kReadsAmax = true, kReadsInput = false;
+  FP4KIT_DEVICE float block_factor(float amax, float factor) { return factor; }
+  template <class R, class In>
+  FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
+    return encode_half_scale<R>(nncf_scale<kIsSmall>(amax, max_of<typename R::Element>()) / t.decode);
+  }
+  template <class R, class In>
+  FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) {
+    return nncf_scale<kIsSmall>(amax, max_of<typename R::Element>());
+  }
+};
+struct block_nncf : nncf_block<false> {};
+struct block_nncf_small : nncf_block<true> {};
+
+struct block_onednn : by_code {
+  template <class R, class In>
+  FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
+    return encode_half_scale<R>(amax == 0.0f ? 1.0f : amax / max_of<typename R::Element>());
+  }
+  template <class R, class In>
+  FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) {
+    return 1.0f / decode_scale<R>(code);
+  }
+};

@@ -106,6 +106,19 @@ struct comfy_kitchen_narrow : decode_product {
 };
 struct decode_comfy_kitchen_float16 : comfy_kitchen_narrow<Float16> {};
 struct decode_comfy_kitchen_bfloat16 : comfy_kitchen_narrow<Bfloat16> {};
+// OpenVINO's rule for the layers of NNCF: an element is value * scale, and the scale is rounded to float16.
+struct decode_nncf : decode_product {
+  template <class R>
+  FP4KIT_DEVICE float scale(u32 code, TensorScale t) {
+    return round_to<Float16>(decode_scale<R>(code) * t.decode);
+  }
+};
+struct decode_e8m0_nncf : decode_product {
+  template <class R>
+  FP4KIT_DEVICE float scale(u32 code, TensorScale t) {
+    return round_to<Float16>(value_of_e8m0(code));
+  }
+};
 // The rules of comfy-kitchen for FP8. An element is value * tensor scale. If the result has the 16-bit type Out, the
 // tensor scale is rounded to Out first.
 struct decode_fp8_comfy_kitchen : decode_tensor {};

@@ -299,6 +299,47 @@ struct tensor_comfy_kitchen_cuda {
   }
 };
 
+struct tensor_jax_gpu {
+  template <class R, class In>
+  FP4KIT_DEVICE TensorScale scale(float amax) {
+    const float decode = amax / full_range<R>();
+    return {divide_full(1.0f, decode), decode, amax};
+  }
+};
+
+// Return NNCF's scale of a block or of block scales. In a small tensor, scales below 2^-23 are replaced by 2^-23,
+// otherwise amaxes are.
+template <bool kIsSmall>
+FP4KIT_DEVICE float nncf_scale(float amax, float largest) {
+  const float scaled = amax / largest, smallest = 0x1p-23f;
+  if constexpr (kIsSmall) return scaled < smallest ? smallest : scaled;
+  return (amax < smallest ? smallest : amax) / largest;
+}
+
+template <bool kSmallBlocks, bool kSmallScales>
+struct nncf_tensor {
+  template <class R, class In>
+  FP4KIT_DEVICE TensorScale scale(float amax) {
+    const float largest = nncf_scale<kSmallBlocks>(amax, max_of<typename R::Element>());
+    const float decode = nncf_scale<kSmallScales>(largest, static_cast<float>(R::kScaleMax));
+    return {1.0f / decode, decode, amax};
+  }
+};
+struct tensor_nncf : nncf_tensor<false, false> {};
+struct tensor_nncf_medium : nncf_tensor<false, true> {};
+struct tensor_nncf_small : nncf_tensor<true, true> {};
+
+template <bool kIsSmall>
+struct nncf_blocks {
+  template <class R, class In>
+  FP4KIT_DEVICE TensorScale scale(float amax) {
+    const float decode = nncf_scale<kIsSmall>(amax, max_of<typename R::Element>());
+    return {1.0f / decode, decode, amax};
+  }
+};
+struct tensor_fp4_nncf : nncf_blocks<false> {};
+struct tensor_fp4_nncf_small : nncf_blocks<true> {};
+
 // ---- rules for user-defined formats (custom_recipe)
 
 // Return the factor by which elements are multiplied to divide them by `scale`: 1 / scale, or 1 / 1e-38 if the
