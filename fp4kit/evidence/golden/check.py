@@ -166,8 +166,8 @@ def cases(row: GoldenRow, golden: GoldenSet, engine: ComparedEngine = SPECIFICAT
     r = recipe(row.recipe)
     r = r if row.block is None else replace(r, block=row.block)
     for name in golden.variants(row.file).get(row.variant, ()):
-        if name.endswith(row.inputs):
-            x = golden.input(name, row.file)
+        x = golden.input(name, row.file)
+        if row.takes(name, x.size):
             yield RecordedCase(row, golden, name, r, x.astype(np.float32) if row.widen else x, engine)
 
 
@@ -282,6 +282,9 @@ def _element_codes(case: RecordedCase, recorded: np.ndarray) -> tuple[np.ndarray
     return _unsign_nan(ours, case.recipe.element), _unsign_nan(recorded, case.recipe.element)
 
 
+_DECODE_SCALES = ("modelopt", "ao", "quark", "comfy_kitchen", "jax", "jax_gpu", "nncf")  # global_scale multiplies values
+
+
 def _tensor_arrays(case: RecordedCase) -> Iterator[Compared]:
     """Yield one item per recorded array of a case: the tensor amax, tensor scales and block amaxes."""
     amax, scale, block = case.part("global_amax"), case.part("global_scale"), case.part("block_amax")
@@ -292,7 +295,7 @@ def _tensor_arrays(case: RecordedCase) -> Iterator[Compared]:
         yield case.compared("global_scale", own.reshape(-1), scale)
     elif scale is not None and own is not None:
         both = tensor_scale(own, case.recipe, case.x.dtype)
-        ours = both.decode if case.row.file in ("modelopt", "ao", "quark", "comfy_kitchen") else both.encode
+        ours = both.decode if case.row.file in _DECODE_SCALES else both.encode
         yield case.compared("global_scale", ours.reshape(-1), scale.reshape(-1))
     if (token := case.part("token_scale")) is not None:
         yield case.compared("token_scale", case.q.tensor_scale, token)
@@ -321,7 +324,9 @@ def _stored_arrays(case: RecordedCase, skip: np.ndarray) -> Iterator[Compared]:
     for part in ("scale_applied", "scale"):
         if (applied := case.part(part)) is not None:
             has_blocks = case.recipe.block_rule is not None
-            ours = _applied_scales(case.x, case.recipe) if has_blocks else case.q.tensor_scale.reshape(-1)
+            ours = _applied_scales(case.x, case.recipe) if has_blocks else case.q.tensor_scale.reshape(applied.shape)
+            with np.errstate(over="ignore"):
+                ours = ours.astype(applied.dtype)
             yield case.compared(part, ours, applied)
     if (values := case.part("values")) is not None:
         # NaN values are not compared, because E2M1 has no code for NaN.

@@ -38,6 +38,7 @@ class GoldenRow:
         min_scale: the smallest scale byte that the producer records; smaller scales of fp4kit are raised to it.
         searched: how search_scales chooses the block amaxes: "by error", or "by hessian" with the file's Hessian. If
             "", quantize or fake_quantize is compared instead.
+        elements: "at least 10000" or "fewer than 10000" if the row has only inputs with so many elements, else "".
         torch_seed: the seed of the random numbers that torch.rand of PyTorch 2.11 gave on a CPU; None for none.
         torch_bits: the number of random bits of these numbers, for each dtype.
     """
@@ -60,8 +61,14 @@ class GoldenRow:
     values: tuple[str, ...] = ("output", "dequant")
     min_scale: int = 0
     searched: str = ""
+    elements: str = ""
     torch_seed: int | None = None
     torch_bits: ClassVar[dict[str, int]] = {"float32": 24, "float16": 11, "bfloat16": 8}
+
+    def takes(self, name: str, size: int) -> bool:
+        """Return whether the row has the input `name`, which has `size` elements."""
+        count = "fewer than 10000" if size < 10000 else "at least 10000"
+        return name.endswith(self.inputs) and self.elements in ("", count)
 
 
 _fake = partial(GoldenRow, fake=True)
@@ -331,9 +338,38 @@ def _others() -> Iterator[GoldenRow]:
     yield _fake("mxfp4-fp-quant-quest", "fp_quant", "mxfp4_quest")
 
 
+def _jax() -> Iterator[GoldenRow]:
+    for file, place in (("jax", ""), ("jax_gpu", "-gpu")):
+        yield GoldenRow(f"nvfp4-jax{place}", file, "nvfp4_single")
+        for jit in ("", "_jit"):  # a variant with jit has only the arrays that differ from those without
+            suffix = jit.replace("_", "-")
+            yield GoldenRow(f"nvfp4-jax{place}-global{suffix}", file, f"nvfp4_global{jit}")
+            yield GoldenRow(f"mxfp8-jax{place}{suffix}", file, f"mxfp8{jit}")
+
+
+def _miles() -> Iterator[GoldenRow]:
+    for name, variant in (("", "even"), ("-ceil", "ceil"), ("-dsv4", "dsv4")):
+        yield GoldenRow(f"mxfp4-miles{name}", "miles", f"mxfp4_{variant}", decoded=True)
+
+
+def _nncf() -> Iterator[GoldenRow]:
+    names = {"nvfp4-nncf": "nvfp4", "mxfp4-nncf": "mxfp4", "mxfp8-nncf": "mxfp8", "fp4-nncf": "fp4_b32"}
+    for name, variant in names.items():
+        yield GoldenRow(name, "nncf", variant, elements="at least 10000", decoded=True)
+        yield GoldenRow(f"{name}-small", "nncf", variant, elements="fewer than 10000", decoded=True)
+    yield GoldenRow("nvfp4-nncf-medium", "nncf", "nvfp4", elements="at least 10000", decoded=True)
+
+
+def _onednn() -> Iterator[GoldenRow]:
+    for name, variant in (("mxfp4", "mxfp4"), ("mxfp8", "mxfp8"), ("nvfp4", "nvfp4_single")):
+        yield GoldenRow(f"{name}-onednn", "onednn", variant)
+    yield GoldenRow("mxfp8-onednn-e5m2", "onednn", "mxfp8_e5m2")
+
+
 PRODUCERS = (
     *(_te_rows, _flashinfer_rows, _modelopt_rows, _torchao_rows, _other_rows, _gguf_rows, _mlx_rows),
     *(_vllm, _triton_kernels, _quark, _auto_round, _fouroversix, _comfy_kitchen, _mslk, _others),
+    *(_jax, _miles, _nncf, _onednn),
 )
 ROWS = tuple(row for rows in PRODUCERS for row in rows())
 
