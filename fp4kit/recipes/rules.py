@@ -125,6 +125,8 @@ BLOCK_RULES: dict[str, BlockRuleTraits] = {
     "nncf": BlockRuleTraits("E4M3", "divide", reads_amax=True),
     "nncf_small": BlockRuleTraits("E4M3", "divide", reads_amax=True),
     "onednn": BlockRuleTraits("E4M3", one_level=True),
+    "te_1x64": BlockRuleTraits("E4M3", six=True, encode=True),
+    "hf_kernels": BlockRuleTraits("E4M3", encode=True),
     "jax": BlockRuleTraits("E4M3", six=True, flush=True, encode=True, first_encode=True),
     "jax_jit": BlockRuleTraits("E4M3", six=True, flush=True, encode=True),
     "jax_gpu": BlockRuleTraits("E4M3", six=True, encode=True, first_encode=True),
@@ -197,6 +199,9 @@ TENSOR_RULES: dict[str, str] = {
     "fouroversix_4": "E4M3",
     "comfy_kitchen": "E4M3",
     "comfy_kitchen_cuda": "E4M3",
+    "te_1x64": "E4M3",
+    "hf_kernels": "E4M3",
+    "sglang_4over6": "E4M3",
     "jax_gpu": "E4M3",
     "nncf": "E4M3",
     "nncf_medium": "E4M3",
@@ -267,6 +272,8 @@ DECODE_RULES: dict[str, DecodeRule] = {
     "comfy_kitchen_float16": DecodeRule(("E4M3",)),
     "comfy_kitchen_bfloat16": DecodeRule(("E4M3",)),
     "nncf": DecodeRule(("E4M3",)),
+    "te_1x64": DecodeRule(("E4M3",), needs_amax=True),
+    "hf_kernels": DecodeRule(("E4M3",), needs_amax=True),
     "fp8_comfy_kitchen": DecodeRule(
         (None,), float16="fp8_comfy_kitchen_float16", bfloat16="fp8_comfy_kitchen_bfloat16"
     ),

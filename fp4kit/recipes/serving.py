@@ -101,11 +101,23 @@ def sglang() -> Made:
     yield of_format(
         NVFP4,
         "nvfp4-sglang-online",
+        "tensor_rule=sglang_4over6 block_rule=four_over_six four_over_six=mse fast_error=True amax_nan=lanes",
+        source="SGLang 0.5.23 layers/quantization/nvfp4_online.py, FlashInfer 0.7.4 "
+        "quantization_cute_dsl_utils.py _nvfp4_4over6_quant_from_values",
+        exact="codes and block scales of one expert by --quantization nvfp4_online, whose w1 and w3 share an amax: "
+        "4over6 with scales up to 448, squared errors and err_use_fast_math. weight_scale_2 is tensor_amax / 2688; "
+        "tensor_scale is the reciprocal of its reciprocal. Not equal for tensors with inf or NaN, and for -0 in a "
+        "block of zeros, which loses its sign there. Derived from the source code, not recorded. Activations: "
+        "nvfp4-sglang-token",
+    )
+    yield of_format(
+        NVFP4,
+        "nvfp4-sglang-online-a022252",
         "tensor_rule=sglang_online block_rule=flashinfer_precise amax_nan=lanes flush=True",
         source="SGLang a022252 layers/quantization/nvfp4_online.py _quantize_weight_nvfp4",
         exact="weights of one expert by --quantization nvfp4_online, without 4over6, whose w1 and w3 share an amax. "
         "Not equal for tensors with inf or NaN, and for blocks whose scale underflows to 0. Derived from the source "
-        "code, not recorded. Activations: nvfp4-sglang-token",
+        "code, not recorded. Since 0.5.23, nvfp4-sglang-online",
         versions=("a022252", "a022252"),
     )
     util = of_format(
@@ -394,4 +406,27 @@ def onednn() -> Made:
         source=source.format("dynamic_fp"),
         exact="codes and scales of finite float32 and bfloat16 sources, with one level of scales. The amax of a block "
         f"of zeros has scale 1, and scales above 464 are NaN. {zeros}",
+    )
+
+
+@producer("hf-kernels", "Hugging Face kernels", "e36c85a")
+def hf_kernels() -> Made:
+    """Yield the recipes of kernels-community/nvfp4-gemm, with which transformers quantizes to NVFP4 on load."""
+    source = "kernels-community nvfp4-gemm e36c85a"
+    yield of_format(
+        NVFP4,
+        "nvfp4-hf-kernels",
+        "tensor_rule=hf_kernels block_rule=flashinfer amax_nan=lanes flush=True",
+        source=f"{source}, cvt_warp_fp16_to_fp4 of vLLM, as transformers 5.24 NVFP4Config calls it",
+        exact="weights and activations, with the approximate reciprocals of sm_90; derived from its source code, not "
+        "recorded. global_scale is the reciprocal of tensor_scale before rounding, and divides on decode",
+    )
+    yield of_format(
+        NVFP4,
+        "nvfp4-hf-kernels-reference",
+        "tensor_rule=hf_kernels block_rule=hf_kernels decode_rule=hf_kernels rounding=first sign=negative nan_code=0 "
+        "amax_nan=propagate",
+        source=f"{source} quantize_reference",
+        exact="values on a CPU, and global_scale. Ties round to the smaller magnitude, unlike in the kernel. A block "
+        "scale of 0 counts as 1e-12",
     )

@@ -117,6 +117,10 @@ DECODE_RULES: dict[str, Callable[..., Array]] = {
     "fp8_compressed_tensors": _product,
     "fp8_comfy_kitchen_float16": lambda v, s, t, r: v * round_to(np.asarray(t.decode), HALF),
     "fp8_comfy_kitchen_bfloat16": lambda v, s, t, r: v * round_to(np.asarray(t.decode), BFLOAT16),
+    # Source: TE custom_recipes/quantization_nvfp4_1x64.py
+    "te_1x64": lambda v, s, t, r: v * _e4m3(s) / t.encode,
+    # Source: kernels-community nvfp4-gemm quantize_reference
+    "hf_kernels": lambda v, s, t, r: v * np.maximum(_e4m3(s), np.float32(1e-12)) / t.encode,
     # OpenVINO, with the inference precision float32: it reads the product of both scales as float16
     "nncf": lambda v, s, t, r: v * round_to(_e4m3(s) * t.decode, HALF),
     "e8m0_nncf": lambda v, s, t, r: v * round_to(_e8m0(s, np.nan), HALF),

@@ -113,6 +113,7 @@ class RecordedCase:
         for file, key in places:
             if key in self.golden.keys(file):
                 array = self.golden.get(file, key)
+                array = array.reshape(len(self.x), -1) if self.row.window else array
                 return array.view(ml_dtypes.bfloat16) if array.dtype == np.uint16 else array
         return None
 
@@ -167,6 +168,8 @@ def cases(row: GoldenRow, golden: GoldenSet, engine: ComparedEngine = SPECIFICAT
     r = r if row.block is None else replace(r, block=row.block)
     for name in golden.variants(row.file).get(row.variant, ()):
         x = golden.input(name, row.file)
+        if row.window:
+            x = np.ascontiguousarray(x.T if row.variant.endswith("_T") else x).reshape(-1, row.window)
         if row.takes(name, x.size):
             yield RecordedCase(row, golden, name, r, x.astype(np.float32) if row.widen else x, engine)
 
@@ -289,6 +292,8 @@ def _tensor_arrays(case: RecordedCase) -> Iterator[Compared]:
     """Yield one item per recorded array of a case: the tensor amax, tensor scales and block amaxes."""
     amax, scale, block = case.part("global_amax"), case.part("global_scale"), case.part("block_amax")
     own, given = case.q.tensor_amax, case.row.given_amaxes
+    if (windows := case.part("window_amax")) is not None:
+        yield case.compared("window_amax", own.reshape(-1), windows.reshape(-1))
     if amax is not None and not given:
         yield case.compared("global_amax", np.maximum(own, np.float32(case.row.min_amax)).reshape(-1), amax.reshape(-1))
     if scale is not None and given == "global_scale":

@@ -39,6 +39,8 @@ class GoldenRow:
         searched: how search_scales chooses the block amaxes: "by error", or "by hessian" with the file's Hessian. If
             "", quantize or fake_quantize is compared instead.
         elements: "at least 10000" or "fewer than 10000" if the row has only inputs with so many elements, else "".
+        window: the number of elements that share a tensor scale, if rows have several such windows; otherwise 0. Each
+            window is then a row of the call. For variants that end in "_T", the input is transposed first.
         torch_seed: the seed of the random numbers that torch.rand of PyTorch 2.11 gave on a CPU; None for none.
         torch_bits: the number of random bits of these numbers, for each dtype.
     """
@@ -62,6 +64,7 @@ class GoldenRow:
     min_scale: int = 0
     searched: str = ""
     elements: str = ""
+    window: int = 0
     torch_seed: int | None = None
     torch_bits: ClassVar[dict[str, int]] = {"float32": 24, "float16": 11, "bfloat16": 8}
 
@@ -95,6 +98,8 @@ def _te_rows() -> Iterator[GoldenRow]:
             yield GoldenRow(
                 f"nvfp4-flashinfer-4over6-{error}-{scale_max}", "flashinfer", f"nvfp4_4over6_{scale_max}_{error}"
             )
+    yield GoldenRow("nvfp4-te-1x64", "te_1x64", "nvfp4_1x64", window=64)
+    yield GoldenRow("nvfp4-te-1x64", "te_1x64", "nvfp4_1x64_T", window=64)
     yield GoldenRow("nvfp4-te-4over6-mse-256-fasterr", "te", "nvfp4_1d_4over6_mse_256_fasterr")
     yield GoldenRow("mxfp4-te", "te", "mxfp4_1d_ref")
     yield GoldenRow("mxfp4-te", "te", "nvfp4_1d_pow2", block=(1, 16))
@@ -366,10 +371,15 @@ def _onednn() -> Iterator[GoldenRow]:
     yield GoldenRow("mxfp8-onednn-e5m2", "onednn", "mxfp8_e5m2")
 
 
+def _hf_kernels() -> Iterator[GoldenRow]:
+    yield _fake("nvfp4-hf-kernels-reference", "hf_nvfp4_gemm", "nvfp4_reference")
+    yield GoldenRow("nvfp4-hf-kernels-reference", "hf_nvfp4_gemm", "nvfp4_reference")  # compares global_scale
+
+
 PRODUCERS = (
     *(_te_rows, _flashinfer_rows, _modelopt_rows, _torchao_rows, _other_rows, _gguf_rows, _mlx_rows),
     *(_vllm, _triton_kernels, _quark, _auto_round, _fouroversix, _comfy_kitchen, _mslk, _others),
-    *(_jax, _miles, _nncf, _onednn),
+    *(_jax, _miles, _nncf, _onednn, _hf_kernels),
 )
 ROWS = tuple(row for rows in PRODUCERS for row in rows())
 
@@ -380,6 +390,7 @@ UNRECORDED = (
     *("nvfp4-vllm-kv", "nvfp4-flashinfer-kv", "nvfp4-flashinfer-kv-page"),
     *("nvfp4-flashinfer-static", "nvfp4-flashinfer-token", "nvfp4-flashinfer-token-precise"),
     *("nvfp4-vllm-static-divisor", "nvfp4-vllm-online", "nvfp4-sglang-online", "mxfp4-deepseek-v4"),
+    *("nvfp4-sglang-online-a022252", "nvfp4-hf-kernels"),
     *("nvfp4-deepseek-v4", "fp8-deepseek-v4", "mxfp8-deepseek-v4", "nvfp4-nunchaku"),
     # compared in tests/recipes/test_engines.py
     *("nvfp4-compressed-tensors-static", "fp8-compressed-tensors", "fp8-compressed-tensors-token"),

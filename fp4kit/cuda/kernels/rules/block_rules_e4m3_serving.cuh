@@ -324,3 +324,27 @@ struct block_onednn : by_code {
     return 1.0f / decode_scale<R>(code);
   }
 };
+
+struct block_te_1x64 : by_code {
+  template <class R, class In>
+  FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
+    return block_te::code<R, In>(amax, t);
+  }
+  template <class R, class In>
+  FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) {
+    const float scale = decode_scale<R>(code);
+    return scale == 0.0f ? 0.0f : t.encode / scale;
+  }
+};
+
+struct block_hf_kernels : by_code {
+  template <class R, class In>
+  FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
+    return encode_scale<R>(amax / max_of<typename R::Element>() * t.encode);
+  }
+  template <class R, class In>
+  FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) {
+    const float scale = decode_scale<R>(code);
+    return t.encode / (scale < 1e-12f ? 1e-12f : scale);
+  }
+};

@@ -257,6 +257,30 @@ struct tensor_sglang_online {
   }
 };
 
+struct tensor_sglang_4over6 {
+  template <class R, class In>
+  FP4KIT_DEVICE TensorScale scale(float amax) {
+    const float encode = tensor_sglang_online::scale<R, In>(amax).encode;
+    return {encode, 1.0f / encode, amax};
+  }
+};
+
+struct tensor_te_1x64 {
+  template <class R, class In>
+  FP4KIT_DEVICE TensorScale scale(float amax) {
+    const TensorScale t = tensor_te_reference::scale<R, In>(is_nan(amax) ? amax : fmaxf(amax, 1e-12f));
+    return {t.encode, t.decode, amax};
+  }
+};
+
+struct tensor_hf_kernels {
+  template <class R, class In>
+  FP4KIT_DEVICE TensorScale scale(float amax) {
+    const float encode = 1.0f / (is_nan(amax) ? amax : fmaxf(amax, 1e-12f)) * full_range<R>();
+    return {encode, 1.0f / encode, amax};
+  }
+};
+
 struct tensor_auto_round {
   template <class R, class In>
   FP4KIT_DEVICE TensorScale scale(float amax) {
