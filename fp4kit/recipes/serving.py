@@ -339,74 +339,56 @@ def nncf() -> Made:
     number of elements, so there is one recipe per arithmetic. Values are those of OpenVINO with the inference precision
     float32, which reads every scale as float16.
     """
-    nan = "NaN elements count as the smallest number if the weight has at least 10000 elements"
+    nan = "NaN elements are left out of amaxes"
     large = of_format(
         NVFP4,
         "nvfp4-nncf",
         "tensor_rule=nncf block_rule=nncf decode_rule=nncf apply=divide nan_sign=True",
         source=_NNCF.format("NVFP4"),
         exact="codes, scales, global_scale and values of a weight with at least 10000 blocks. Elements are divided by "
-        f"the block scale before it is rounded to E4M3. {nan}. The block scales are quantized by the arithmetic of "
-        "nvfp4-nncf-medium in a smaller weight; both are equal for an amax above 3.3e-4, and were recorded for these",
+        f"the block scale before it is rounded to E4M3. {nan}. Recorded for smaller weights, whose recipe, "
+        "nvfp4-nncf-medium, is equal for an amax above 3.3e-4",
     )
     yield large
-    yield variant(
-        large,
-        "nvfp4-nncf-medium",
-        "tensor_rule=nncf_medium",
-        exact=f"codes, scales, global_scale and values {_FROM_10000} in fewer than 10000 blocks of 16. {nan}",
-    )
-    yield variant(
-        large,
-        "nvfp4-nncf-small",
-        "tensor_rule=nncf_small block_rule=nncf_small amax_nan=propagate",
-        exact=f"codes, scales, global_scale and values {_BELOW_10000}",
-    )
-    for fmt, id, mode in ((MXFP4, "mxfp4-nncf", "MXFP4"), (MXFP8_E4M3, "mxfp8-nncf", "MXFP8_E4M3")):
-        text = "block_rule=e8m0_nncf decode_rule=e8m0_nncf"
-        text += " nan_sign=True" if fmt is MXFP4 else " rounding=rnh"
-        overflow = "" if fmt is MXFP4 else ". Elements are rounded to float16 first, and become NaN above 464"
+    exact = f"codes, scales, global_scale and values {_FROM_10000} in fewer than 10000 blocks of 16. {nan}"
+    yield variant(large, "nvfp4-nncf-medium", "tensor_rule=nncf_medium", exact=exact)
+    text = "tensor_rule=nncf_small block_rule=nncf_small amax_nan=propagate"
+    exact = f"codes, scales, global_scale and values {_BELOW_10000}"
+    yield variant(large, "nvfp4-nncf-small", text, exact=exact)
+    for fmt, text, overflow in (
+        (MXFP4, "nan_sign=True", ""),
+        (MXFP8_E4M3, "rounding=rnh", ". Elements are rounded to float16 first, and become NaN above 464"),
+    ):
         large = of_format(
             fmt,
-            id,
-            text,
-            source=_NNCF.format(mode),
+            f"{fmt.name[:5].lower()}-nncf",
+            f"block_rule=e8m0_nncf decode_rule=e8m0_nncf {text}",
+            source=_NNCF.format(fmt.name),
             exact=f"codes, scales and values {_FROM_10000}. Some amaxes of M * 2^k, where M is the largest element "
-            f"value, get the next larger scale{overflow}",
+            f"value, get the next larger scale. {nan}{overflow}",
         )
         yield large
-        small = "block_rule=e8m0_nncf_small amax_nan=propagate"
-        yield variant(large, f"{id}-small", small, exact=f"codes, scales and values {_BELOW_10000}{overflow}")
-    for id, rule, where in (("", "fp4_nncf", _FROM_10000), ("-small", "fp4_nncf_small", _BELOW_10000)):
-        text = f"tensor_scaling=block tensor_rule={rule} decode_rule=fp8_comfy_kitchen_float16 apply=divide block=1x32"
-        text += " nan_sign=True" + " amax_nan=propagate" * bool(id)
+        text = "block_rule=e8m0_nncf_small amax_nan=propagate"
+        yield variant(large, f"{large.id}-small", text, exact=f"codes, scales and values {_BELOW_10000}{overflow}")
+    for id, more, where in (("", "", _FROM_10000), ("-small", "_small amax_nan=propagate", _BELOW_10000)):
+        text = "tensor_scaling=block decode_rule=fp8_comfy_kitchen_float16 apply=divide block=1x32 nan_sign=True"
         exact = f"codes and values {where}. NNCF stores the scales as float16, and divides by them before that"
-        yield unscaled(E2M1, f"fp4-nncf{id}", text, source=_NNCF.format("FP4"), exact=exact)
+        text, source = f"{text} tensor_rule=fp4_nncf{more}", _NNCF.format("FP4")
+        yield unscaled(E2M1, f"fp4-nncf{id}", text, source=source, exact=exact)
 
 
 @producer("onednn", "oneDNN", "2026.1.0")
 def onednn() -> Made:
     """Yield the recipes of oneDNN 2026.1.0 (3.13): the dynamic scales of a matmul's destination."""
     source = "oneDNN 2026.1.0 (3.13) matmul ref:any with {} destination scales"
-    zeros = "Products that underflow to -0 are excepted: they keep their sign there"
-    for fmt, id in ((MXFP4, "mxfp4-onednn"), (MXFP8_E4M3, "mxfp8-onednn"), (MXFP8_E5M2, "mxfp8-onednn-e5m2")):
-        rounding = "nan_sign=True" if fmt is MXFP4 else "rounding=rnh"
-        overflow = "" if fmt is MXFP4 else ". Elements are rounded to float16 first, and do not saturate"
-        yield of_format(
-            fmt,
-            id,
-            f"block_rule=e8m0_floor sign=negative amax_nan=propagate {rounding}",
-            source=source.format("dynamic_mx"),
-            exact=f"codes and scales of finite float32 and bfloat16 sources{overflow}. {zeros}",
-        )
-    yield of_format(
-        NVFP4,
-        "nvfp4-onednn",
-        "tensor_scaling=none block_rule=onednn sign=negative nan_sign=True amax_nan=propagate",
-        source=source.format("dynamic_fp"),
-        exact="codes and scales of finite float32 and bfloat16 sources, with one level of scales. The amax of a block "
-        f"of zeros has scale 1, and scales above 464 are NaN. {zeros}",
-    )
+    exact = "codes and scales of finite float32 and bfloat16 sources. Products that underflow to -0 keep no sign here"
+    for fmt, suffix, text in ((MXFP4, "", "nan_sign=True"), (MXFP8_E4M3, "", ""), (MXFP8_E5M2, "-e5m2", "")):
+        text = f"block_rule=e8m0_floor sign=negative amax_nan=propagate {text or 'rounding=rnh'}"
+        id, overflow = f"{fmt.name[:5].lower()}-onednn{suffix}", ". Elements do not saturate" * (fmt is not MXFP4)
+        yield of_format(fmt, id, text, source=source.format("dynamic_mx"), exact=exact + overflow)
+    text = "tensor_scaling=none block_rule=onednn sign=negative nan_sign=True amax_nan=propagate"
+    exact = f"{exact}. A block of zeros has scale 1, and scales above 464 are NaN"
+    yield of_format(NVFP4, "nvfp4-onednn", text, source=source.format("dynamic_fp"), exact=exact)
 
 
 @producer("hf-kernels", "Hugging Face kernels", "e36c85a")

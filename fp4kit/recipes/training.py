@@ -202,7 +202,6 @@ def qat() -> Made:
 
 
 _JAX_SOURCE = "JAX {} jax._src.cudnn.scaled_matmul_stablehlo quantize, of jax.nn.scaled_dot_general, on {}"
-_JAX_GPU = ("0.11.2", "0.11.2")
 
 
 @producer("jax", "JAX", "0.10.2")
@@ -211,79 +210,50 @@ def jax() -> Made:
 
     XLA on a CPU flushes subnormals, and divides by multiplying with a rounded reciprocal. A GPU keeps subnormals.
     """
-    cpu, gpu = _JAX_SOURCE.format("0.10.2", "a CPU"), _JAX_SOURCE.format("0.11.2", "an H100")
-    zeros = "Zeros of a block with scale 0 have code 8, which decodes to -0"
-    single = of_format(
+    rules = "Zeros of a block with scale 0 have code 8. NaN elements are kept in an amax, unlike in some large arrays"
+    on_cpu = of_format(
         NVFP4,
         "nvfp4-jax",
         "tensor_scaling=none block_rule=jax nan_code=8 amax_nan=propagate flush=True",
-        source=cpu,
-        exact=f"codes and scales of config nvfp4 with global_scale 1, the default, op by op and under jit. {zeros}",
+        source=_JAX_SOURCE.format("0.10.2", "a CPU"),
+        exact=f"codes and scales of config nvfp4 with global_scale 1, the default, op by op and under jit. {rules}",
     )
-    scaled = "config nvfp4 with global_scale = amax / 2688, which must be a normal float32"
-    on_gpu = variant(
-        single,
-        "nvfp4-jax-gpu",
-        "block_rule=jax_gpu flush=False",
-        source=gpu,
-        versions=_JAX_GPU,
-        exact=f"codes and scales on a GPU of config nvfp4 with global_scale 1, op by op and under jit. {zeros}",
-    )
-    cpu_text = "tensor_scaling=tensor tensor_rule=divided"
-    for base, id, text, where in (
-        (single, "nvfp4-jax-global", cpu_text, "op by op"),
-        (single, "nvfp4-jax-global-jit", f"{cpu_text} block_rule=jax_jit", "under jit"),
-        (on_gpu, "nvfp4-jax-gpu-global", "tensor_scaling=tensor tensor_rule=jax_gpu", "on a GPU, op by op"),
-        (on_gpu, "nvfp4-jax-gpu-global-jit", cpu_text, "on a GPU, under jit"),
-    ):
-        yield from (base,) * (id in ("nvfp4-jax-global", "nvfp4-jax-gpu-global"))
-        yield variant(base, id, text, exact=f"codes, scales and global_scale {where}: {scaled}. {zeros}")
     mx = of_format(
         MXFP8_E4M3,
         "mxfp8-jax",
         "block_rule=e8m0_jax round_scaled=True amax_nan=propagate flush=True",
-        source=cpu,
-        exact="codes and scales of config mxfp8, op by op. Zeros of a float32 or bfloat16 block with scale 2^-127 "
-        "become NaN",
+        source=on_cpu.source,
+        exact="codes and scales of config mxfp8, op by op. Zeros of a bfloat16 block with scale 2^-127 become NaN, and "
+        "op by op those of a float32 block too. NaN elements are kept in an amax, unlike in some large arrays",
     )
+    gpu = {"source": _JAX_SOURCE.format("0.11.2", "an H100"), "versions": ("0.11.2", "0.11.2")}
+    on_gpu = variant(on_cpu, "nvfp4-jax-gpu", "block_rule=jax_gpu flush=False", exact=on_cpu.exact, **gpu)
+    text = "tensor_scaling=tensor tensor_rule="
+    for base, jitted, changed in ((on_cpu, "divided block_rule=jax_jit", "divided"), (on_gpu, "divided", "jax_gpu")):
+        yield base
+        for suffix, rule, how in (("", changed, "op by op"), ("-jit", jitted, "under jit")):
+            exact = f"codes, scales and global_scale {how}, with global_scale = amax / 2688, a normal float32. {rules}"
+            yield variant(base, f"{base.id}-global{suffix}", f"{text}{rule}", exact=exact)
     yield mx
-    yield variant(
-        mx,
-        "mxfp8-jax-jit",
-        "block_rule=e8m0_jax_jit",
-        exact="codes and scales of config mxfp8 under jit. Zeros of a bfloat16 block with scale 2^-127 become NaN",
-    )
-    for id, rule, where in (("-gpu", "e8m0_jax_gpu", "op by op"), ("-gpu-jit", "e8m0_jax_gpu_jit", "under jit")):
-        text = f"block_rule={rule} flush=False"
-        exact = f"codes and scales of config mxfp8 on a GPU, {where}"
-        yield variant(mx, f"mxfp8-jax{id}", text, source=gpu, versions=_JAX_GPU, exact=exact)
+    yield variant(mx, "mxfp8-jax-jit", "block_rule=e8m0_jax_jit", exact=mx.exact.replace("op by op", "under jit", 1))
+    for suffix, how in (("", "op by op"), ("-jit", "under jit")):
+        rule = f"block_rule=e8m0_jax_gpu{suffix.replace('-', '_')} flush=False"
+        yield variant(mx, f"mxfp8-jax-gpu{suffix}", rule, exact=f"codes and scales of config mxfp8 {how}", **gpu)
 
 
 @producer("miles", "miles", "200e6df")
 def miles() -> Made:
     """Yield the recipes of miles: MXFP4 weights of its quantization-aware training, in three versions of its file."""
-    even = of_format(
-        MXFP4,
-        "mxfp4-miles",
-        "block_rule=e8m0_miles_even rounding=rnz nan_code=0 nan_sign=True amax_nan=propagate",
-        source="miles, branch main of 2026-11, miles/utils/mxfp4.py",
-        exact="codes, scales and bfloat16 values. Scales are those of mxfp4-torchao-even, but ties round toward zero",
-        versions=("main of 2026-11", "main of 2026-11"),
-    )
-    yield even
-    yield variant(
-        even,
-        "mxfp4-miles-ceil",
-        "block_rule=e8m0_miles_ceil nan_code=8 nan_sign=False",
-        source="miles, branch kimi-k3 of 2026-07-28, miles/utils/mxfp4.py quantize_mxfp4",
-        exact="codes, scales and bfloat16 values. Ties round toward zero",
-        versions=("kimi-k3 of 2026-07-28", "kimi-k3 of 2026-07-28"),
-    )
-    yield variant(
-        even,
-        "mxfp4-miles-dsv4",
-        "block_rule=e8m0_miles_dsv4",
-        source="miles 200e6df miles/utils/mxfp4.py mxfp4_quantize, for the experts of DeepSeek-V4",
-        exact="codes and scales. Ties round toward zero. An infinite amax gives zeros",
-        versions=None,  # those of miles
-    )
+    for id, text, version, exact in (
+        ("", "even nan_code=0 nan_sign=True", "main of 2026-11", ", scales and bfloat16 values"),
+        ("-ceil", "ceil nan_code=8", "kimi-k3 of 2026-07-28", ", scales and bfloat16 values"),
+        ("-dsv4", "dsv4 nan_code=0 nan_sign=True", "200e6df", " and scales, where an infinite amax gives zeros"),
+    ):
+        yield of_format(
+            MXFP4,
+            f"mxfp4-miles{id}",
+            f"block_rule=e8m0_miles_{text} rounding=rnz amax_nan=propagate",
+            source=f"miles {version} miles/utils/mxfp4.py",
+            exact=f"codes{exact}. Ties round toward zero",
+            versions=(version, version),
+        )

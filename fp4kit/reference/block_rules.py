@@ -1069,45 +1069,7 @@ def code_onednn(amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) 
     return _half_scale(np.where(amax == 0, ONE, amax / recipe.element.max))
 
 
-def factor_onednn(codes: Array, amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
-    """Return the factor of each block in oneDNN: 1 / scale. A scale of 0 gives infinity, which turns zeros into NaN.
-
-    scale is the value of the scale code. Only `codes` is read; the other parameters exist for a common signature.
-    """
-    return ONE / decode_scale(codes)
-
-
-# ---- TE's windows of 64 elements, and Hugging Face's kernels ----
-
-code_te_1x64 = code_te
-
-
-def factor_te_1x64(codes: Array, amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
-    """Return the factor of each block in TE's NVFP4Quantizer1x64Ref: tensor.encode / scale, or 0 if scale is 0.
-
-    scale is the value of the scale code, and tensor.encode the encode scale of the window. A NaN scale gives NaN. amax,
-    recipe and dtype are not used.
-    """
-    scale = decode_scale(codes)
-    return np.where(scale == 0, ZERO, tensor.encode / scale)
-
-
-def code_hf_kernels(amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
-    """Return the E4M3 scale code of each block in nvfp4-gemm's quantize_reference: E4M3((amax / 6) * tensor.encode).
-
-    6 stands for the largest element value, and tensor.encode is the encode scale of the tensor. Codes saturate at 448,
-    and NaN gives a NaN code. dtype is not used.
-    """
-    return encode_e4m3_scale(amax / recipe.element.max * tensor.encode)
-
-
-def factor_hf_kernels(codes: Array, amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
-    """Return the factor of each block in nvfp4-gemm's quantize_reference: tensor.encode / max(scale, 1e-12).
-
-    scale is the value of the scale code, and tensor.encode the encode scale of the tensor. A NaN scale gives NaN. amax,
-    recipe and dtype are not used.
-    """
-    return tensor.encode / np.maximum(decode_scale(codes), np.float32(1e-12))
+factor_onednn = factor_jax
 
 
 _INFINITY_BITS = 0x7F800000
@@ -1256,6 +1218,33 @@ def factor_fouroversix(codes: Array, amax: Array, tensor: TensorScale, recipe: R
 
 
 factor_fouroversix_4 = factor_fouroversix
+
+
+# ---- TE's windows of 64 elements, and Hugging Face's kernels ----
+
+code_te_1x64 = code_te
+
+
+def factor_te_1x64(codes: Array, amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
+    """Return the factor of each block in TE's NVFP4Quantizer1x64Ref: tensor.encode / scale, or 0 if scale is 0.
+
+    scale is the value of the scale code, and tensor.encode the encode scale of the window. A NaN scale gives NaN. amax,
+    recipe and dtype are not used.
+    """
+    scale = decode_scale(codes)
+    return np.where(scale == 0, ZERO, tensor.encode / scale)
+
+
+code_hf_kernels = code_fouroversix  # E4M3((amax / 6) * tensor.encode)
+
+
+def factor_hf_kernels(codes: Array, amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
+    """Return the factor of each block in nvfp4-gemm's quantize_reference: tensor.encode / max(scale, 1e-12).
+
+    scale is the value of the scale code, and tensor.encode the encode scale of the tensor. A NaN scale gives NaN. amax,
+    recipe and dtype are not used.
+    """
+    return tensor.encode / np.maximum(decode_scale(codes), np.float32(1e-12))
 
 
 def code_qwix(amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:

@@ -187,7 +187,8 @@ def encode(
 
     Numerics:
         Finite values beyond the largest and +-inf become +-max, also in a format with an infinity. There are two
-        exceptions: "rnh" does not saturate, and "rnw" has no largest value, and treats inf as NaN. Subnormal values and subnormal codes are kept.
+        exceptions: "rnh" does not saturate, and "rnw" has no largest value, and treats inf as NaN. Subnormal values and
+        subnormal codes are kept.
         Integers are rounded and then clamped to [-2^(bits-1), 2^(bits-1) - 1].
     """
     if not fmt.has_zero:

@@ -24,10 +24,9 @@ constexpr EncodeFunction stochastic_of() {
   if constexpr (E::Format::kIsInteger)
     return nullptr;
   else
-    return encode_elements<
-        Stochastic<typename E::Format, E::kDivide, E::kFlush, E::kRoundScaled, E::kThenEncode, E::kEncodeFirst,
-                   E::kStochasticFloat16>,
-        In, true>;
+    return encode_elements<Stochastic<typename E::Format, E::kDivide, E::kFlush, E::kRoundScaled, E::kThenEncode,
+                                      E::kEncodeFirst, E::kStochasticFloat16>,
+                           In, true>;
 }
 
 // The fields of an entry (ElementEntry) that depend on the input type, indexed by InputKind. kEncodes[0] holds the

@@ -285,7 +285,15 @@ def _element_codes(case: RecordedCase, recorded: np.ndarray) -> tuple[np.ndarray
     return _unsign_nan(ours, case.recipe.element), _unsign_nan(recorded, case.recipe.element)
 
 
-_DECODE_SCALES = ("modelopt", "ao", "quark", "comfy_kitchen", "jax", "jax_gpu", "nncf")  # global_scale multiplies values
+_DECODE_SCALES = (
+    "modelopt",
+    "ao",
+    "quark",
+    "comfy_kitchen",
+    "jax",
+    "jax_gpu",
+    "nncf",
+)  # global_scale multiplies values
 
 
 def _tensor_arrays(case: RecordedCase) -> Iterator[Compared]:

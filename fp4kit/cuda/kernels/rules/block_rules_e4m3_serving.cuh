@@ -267,30 +267,22 @@ struct block_deepseek : by_code {
   }
 };
 
-struct block_jax : by_code {
+// Rules whose factor is the reciprocal of the block scale or, if kTimesEncode, its product with the encode scale.
+template <bool kFlushes, bool kTimesEncode>
+struct jax_block : by_code {
   template <class R, class In>
   FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
-    return encode_scale<R>(mul_ftz(mul_ftz(amax, t.encode), kInv6));
+    return encode_scale<R>(kFlushes ? mul_ftz(mul_ftz(amax, t.encode), kInv6) : amax * t.encode * kInv6);
   }
   template <class R, class In>
   FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) {
-    return 1.0f / decode_scale<R>(code);
+    const float inverse = 1.0f / decode_scale<R>(code);
+    return kTimesEncode ? mul_ftz(t.encode, inverse) : inverse;
   }
 };
-
-struct block_jax_jit : block_jax {
-  template <class R, class In>
-  FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) {
-    return mul_ftz(t.encode, 1.0f / decode_scale<R>(code));
-  }
-};
-
-struct block_jax_gpu : block_jax {
-  template <class R, class In>
-  FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
-    return encode_scale<R>(amax * t.encode * kInv6);
-  }
-};
+struct block_jax : jax_block<true, false> {};
+struct block_jax_jit : jax_block<true, true> {};
+struct block_jax_gpu : jax_block<false, false> {};
 
 // Return the code of a block scale that is rounded to float16 first. Scales above 464 get a NaN code.
 template <class R>
@@ -299,12 +291,10 @@ FP4KIT_DEVICE u32 encode_half_scale(float scale) {
 }
 
 template <bool kIsSmall>
-struct nncf_block {
-  static constexpr bool kReadsAmax = true, kReadsInput = false;
-  FP4KIT_DEVICE float block_factor(float amax, float factor) { return factor; }
+struct nncf_block : by_amax {
   template <class R, class In>
   FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
-    return encode_half_scale<R>(nncf_scale<kIsSmall>(amax, max_of<typename R::Element>()) / t.decode);
+    return encode_half_scale<R>(factor<R, In>(0u, amax, t) / t.decode);
   }
   template <class R, class In>
   FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) {
@@ -314,34 +304,21 @@ struct nncf_block {
 struct block_nncf : nncf_block<false> {};
 struct block_nncf_small : nncf_block<true> {};
 
-struct block_onednn : by_code {
+struct block_onednn : block_jax {
   template <class R, class In>
   FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
     return encode_half_scale<R>(amax == 0.0f ? 1.0f : amax / max_of<typename R::Element>());
   }
+};
+
+struct block_te_1x64 : block_te {
   template <class R, class In>
   FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) {
-    return 1.0f / decode_scale<R>(code);
+    return code % 128u == 0u ? 0.0f : t.encode / decode_scale<R>(code);
   }
 };
 
-struct block_te_1x64 : by_code {
-  template <class R, class In>
-  FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
-    return block_te::code<R, In>(amax, t);
-  }
-  template <class R, class In>
-  FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) {
-    const float scale = decode_scale<R>(code);
-    return scale == 0.0f ? 0.0f : t.encode / scale;
-  }
-};
-
-struct block_hf_kernels : by_code {
-  template <class R, class In>
-  FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
-    return encode_scale<R>(amax / max_of<typename R::Element>() * t.encode);
-  }
+struct block_hf_kernels : block_fouroversix {
   template <class R, class In>
   FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) {
     const float scale = decode_scale<R>(code);

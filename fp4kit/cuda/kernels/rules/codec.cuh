@@ -24,7 +24,8 @@
 //              add half a step in float32, which rounds this sum up)
 //   rnw        for E2M1 only: as rn, but without a largest value; a code beyond 7 keeps only its last four bits; NaN
 //              and infinity have the code kNan
-//   rnh        to float16, then as rn, without saturation: for 8-bit formats with a NaN, where the code after the largest
+//   rnh        to float16, then as rn, without saturation: for 8-bit formats with a NaN, where the code after the
+//   largest
 //              is infinity or NaN
 //   first      to the code with the smallest error, or the lowest one if several have it (function first_of_least)
 enum class Rounding { rn, rz, rnz, rna, rns, rnw, rnh, first };

@@ -106,34 +106,6 @@ struct comfy_kitchen_narrow : decode_product {
 };
 struct decode_comfy_kitchen_float16 : comfy_kitchen_narrow<Float16> {};
 struct decode_comfy_kitchen_bfloat16 : comfy_kitchen_narrow<Bfloat16> {};
-// The Scale of decode_te_1x64: a block scale, and the encode scale, by which the product with the scale is divided.
-struct ScaleOverEncode {
-  float scale, encode;
-};
-// Return true if the block scale is finite, and the encode scale finite and not 0.
-FP4KIT_DEVICE bool is_finite(ScaleOverEncode s) {
-  return is_finite(s.scale) && is_finite(s.encode) && s.encode != 0.0f;
-}
-
-struct decode_te_1x64 {
-  static constexpr bool kNeedsAmax = true, kReadsNanAsNumber = false;
-  using Scale = ScaleOverEncode;
-  FP4KIT_DEVICE Scale product_scale(float scale) { return {scale, 1.0f}; }
-  template <class R>
-  FP4KIT_DEVICE Scale scale(u32 code, TensorScale t) {
-    return {decode_scale<R>(code), t.encode};
-  }
-  FP4KIT_DEVICE float apply(float value, Scale s) { return value * s.scale / s.encode; }
-};
-// The rule decode_te_1x64 with block scales of at least 1e-12.
-struct decode_hf_kernels : decode_te_1x64 {
-  static constexpr bool kNeedsAmax = true;
-  template <class R>
-  FP4KIT_DEVICE Scale scale(u32 code, TensorScale t) {
-    const float scale = decode_scale<R>(code);
-    return {scale < 1e-12f ? 1e-12f : scale, t.encode};
-  }
-};
 // OpenVINO's rule for the layers of NNCF: an element is value * scale, and the scale is rounded to float16.
 struct decode_nncf : decode_product {
   template <class R>
@@ -208,6 +180,25 @@ struct decode_flashinfer_kv {
     return {decode_scale<R>(code), t.decode};
   }
   FP4KIT_DEVICE float apply(float value, Scale s) { return value * s.scale * s.tensor; }
+};
+// An element is value * block scale / encode scale. The Scale holds the latter as `tensor`.
+struct decode_te_1x64 : decode_flashinfer_kv {
+  static constexpr bool kNeedsAmax = true;
+  FP4KIT_DEVICE Scale product_scale(float scale) { return {scale, 1.0f}; }
+  template <class R>
+  FP4KIT_DEVICE Scale scale(u32 code, TensorScale t) {
+    return {decode_scale<R>(code), t.encode};
+  }
+  FP4KIT_DEVICE float apply(float value, Scale s) { return value * s.scale / s.tensor; }
+};
+// The rule decode_te_1x64 with block scales of at least 1e-12.
+struct decode_hf_kernels : decode_te_1x64 {
+  static constexpr bool kNeedsAmax = true;
+  template <class R>
+  FP4KIT_DEVICE Scale scale(u32 code, TensorScale t) {
+    const float stored = decode_scale<R>(code), scale = stored < 1e-12f ? 1e-12f : stored;
+    return {t.encode == 0.0f ? scale / t.encode : scale, t.encode};  // infinity shows that zeros decode to NaN
+  }
 };
 struct decode_auto_round : decode_product {
   template <class R>

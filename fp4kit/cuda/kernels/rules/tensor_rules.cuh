@@ -340,29 +340,21 @@ FP4KIT_DEVICE float nncf_scale(float amax, float largest) {
   return (amax < smallest ? smallest : amax) / largest;
 }
 
-template <bool kSmallBlocks, bool kSmallScales>
+// The scales of a tensor or, if kIsOfBlocks, of a block without another scale.
+template <bool kSmallBlocks, bool kSmallScales, bool kIsOfBlocks = false>
 struct nncf_tensor {
   template <class R, class In>
   FP4KIT_DEVICE TensorScale scale(float amax) {
-    const float largest = nncf_scale<kSmallBlocks>(amax, max_of<typename R::Element>());
-    const float decode = nncf_scale<kSmallScales>(largest, static_cast<float>(R::kScaleMax));
+    const float block = nncf_scale<kSmallBlocks>(amax, max_of<typename R::Element>());
+    const float decode = kIsOfBlocks ? block : nncf_scale<kSmallScales>(block, static_cast<float>(R::kScaleMax));
     return {1.0f / decode, decode, amax};
   }
 };
 struct tensor_nncf : nncf_tensor<false, false> {};
 struct tensor_nncf_medium : nncf_tensor<false, true> {};
 struct tensor_nncf_small : nncf_tensor<true, true> {};
-
-template <bool kIsSmall>
-struct nncf_blocks {
-  template <class R, class In>
-  FP4KIT_DEVICE TensorScale scale(float amax) {
-    const float decode = nncf_scale<kIsSmall>(amax, max_of<typename R::Element>());
-    return {1.0f / decode, decode, amax};
-  }
-};
-struct tensor_fp4_nncf : nncf_blocks<false> {};
-struct tensor_fp4_nncf_small : nncf_blocks<true> {};
+struct tensor_fp4_nncf : nncf_tensor<false, false, true> {};
+struct tensor_fp4_nncf_small : nncf_tensor<true, true, true> {};
 
 // ---- rules for user-defined formats (custom_recipe)
 
