@@ -216,11 +216,13 @@ def may_keep_codes(q: Any, target: Recipe) -> bool:
     - target is not NVFP4 with one scale per tensor
     - blocks of q and of target have different numbers of rows
     - the columns of q's block are not a multiple of those of target's block
+    - target decodes with scales that are rounded to float16, as NNCF does
 
     The values of the scales are not checked here, but by keep_codes.
     """
     source = q.recipe
-    if not (source.element == target.element == E2M1 and source.scale == E8M0 and target.scale == E4M3):
+    rounds_scale = target.decode_rule == "nncf"
+    if not (source.element == target.element == E2M1 and source.scale == E8M0 and target.scale == E4M3) or rounds_scale:
         return False
     if target.tensor_scaling != "tensor" or source.block is None or target.block is None or not q.packed.size:
         return False
