@@ -146,7 +146,7 @@ WRONG = [  # (recipe, the replaced fields, the error, its text after "Recipe <id
     ("mxfp4-torchao-rceil", {"rounding": "rnh"}, V, "needs an 8-bit float format with a NaN"),
     ("mxfp8-onednn", {"repacked": True}, V, "repacked is True; needs float elements"),
     ("int8-modelopt", {"nan_sign": True}, V, "nan_sign is True; needs a float format with a sign"),
-    ("mxfp4-gguf", {"nan_sign": True}, V, "needs a float format with a sign, apply 'multiply' or 'divide'"),
+    ("mxfp4-gguf", {"nan_sign": True}, V, "needs a float format with a sign, a rounding to nearest"),
     ("mxfp4-nncf", {"nan_sign": 1}, T, "nan_sign is 1; needs True or False"),
     ("mxfp8-flashinfer", {"nan_code": 3}, V, "needs an element format with a NaN, and no nan_code"),
     ("int8-modelopt", {"rounding": "first", "fake_rule": None}, V, "rounding is 'first'; needs a float format"),
