@@ -435,7 +435,7 @@ def encode_matrix(
             rest = cut_options(cut, *tile, recipe)
             specification.encode_matrix(tile_x, recipe, scale, tile_scales, tile_codes, rest)
         if four_over_six.leaves_zero_blocks(recipe):
-            zero = four_over_six.is_zero_block(_amax_by_row(elements, recipe, options.hadamard))
+            zero = four_over_six.is_zero_block(_amax_by_row(elements, recipe, options.hadamard), recipe)
             codes[np.repeat(zero, recipe.element.packing.length(recipe.block_size), axis=1)] = 0
 
 

@@ -105,6 +105,7 @@ def _four_over_six(r: Recipe) -> Facts:
         "bool kSquaredError": r.four_over_six == "mse",
         "bool kLargestError": r.four_over_six == "max",
         "bool kFastError": r.fast_error,
+        "bool kIsCute": r.block_rule == "four_over_six_cute",
         "bool kLaneSums": r.lane_sums,
         "bool kKeepInfinity": r.keep_infinity,
         "bool kFlush": r.flush,

@@ -416,6 +416,7 @@ def _recipe_facts(r: Recipe) -> dict[str, object]:
         "bool kSquaredError": r.four_over_six == "mse",
         "bool kLargestError": r.four_over_six == "max",
         "bool kFastError": r.fast_error,
+        "bool kIsCute": r.block_rule == "four_over_six_cute",
         "bool kLaneSums": r.lane_sums,
         "bool kKeepInfinity": r.keep_infinity,
         "AmaxNan kAmaxNan": f"AmaxNan::{r.amax_nan}",

@@ -101,13 +101,12 @@ def sglang() -> Made:
     yield of_format(
         NVFP4,
         "nvfp4-sglang-online",
-        "tensor_rule=sglang_4over6 block_rule=four_over_six four_over_six=mse fast_error=True amax_nan=lanes",
+        "tensor_rule=sglang_online block_rule=four_over_six_cute four_over_six=mse fast_error=True amax_nan=lanes",
         source="SGLang 0.5.23 layers/quantization/nvfp4_online.py, FlashInfer 0.7.4 "
         "quantization_cute_dsl_utils.py _nvfp4_4over6_quant_from_values",
         exact="codes and block scales of one expert by --quantization nvfp4_online, whose w1 and w3 share an amax: "
-        "4over6 with scales up to 448, squared errors and err_use_fast_math. weight_scale_2 is tensor_amax / 2688; "
-        "tensor_scale is the reciprocal of its reciprocal. Not equal for tensors with inf or NaN, and for -0 in a "
-        "block of zeros, which loses its sign there. Derived from the source code, not recorded. Activations: "
+        "4over6 with scales up to 448, squared errors and err_use_fast_math. weight_scale_2 is tensor_scale. Not equal "
+        "for tensors with inf or NaN. Derived from the source code, not recorded. Activations: "
         "nvfp4-sglang-token",
     )
     yield of_format(

@@ -330,19 +330,6 @@ def tensor_sglang_online(amax: Array, recipe: Recipe, dtype: Dtype) -> Pair:
     return ONE / decode_scale, decode_scale
 
 
-def tensor_sglang_4over6(amax: Array, recipe: Recipe, dtype: Dtype) -> Pair:
-    """Return the tensor scales (encode, decode) with which SGLang 0.5.23 quantizes weights online.
-
-        encode = 1 / (amax * fp32(1 / 2688)), or 1 if amax is 0
-        decode = 1 / encode
-
-    2688 stands for full_range(recipe). The formula multiplies by a reciprocal because PyTorch on a GPU divides by a
-    number in this way. FlashInfer gets encode alone, so decode is rounded twice. dtype is not used.
-    """
-    encode_scale = tensor_sglang_online(amax, recipe, dtype)[0]
-    return encode_scale, ONE / encode_scale
-
-
 def tensor_te_1x64(amax: Array, recipe: Recipe, dtype: Dtype) -> Pair:
     """Return the tensor scales (encode, decode) of a window of 64 elements in TE's NVFP4Quantizer1x64Ref.
 

@@ -71,8 +71,8 @@ constexpr TensorScaleFunction kTensorScale[kInputs] = {tensor_scale<R, Float32>,
 // For all other rules, `choose` is nullptr.
 constexpr BlockRuleEntry kBlockRuleEntries[] = {
 #define FP4KIT_BLOCK_RULE(key, ...) \
-  {key, kBlockScales<__VA_ARGS__>, nullptr, false, !__VA_ARGS__::BlockRule::kReadsAmax, false},
-#define FP4KIT_FOUR_OVER_SIX_RULE(key, R) {key, nullptr, choose_scales<R>, R::kFlush, false, kHasTwoFormats<R>},
+  {key, kBlockScales<__VA_ARGS__>, nullptr, nullptr, !__VA_ARGS__::BlockRule::kReadsAmax, false},
+#define FP4KIT_FOUR_OVER_SIX_RULE(key, R) {key, nullptr, choose_scales<R>, clears<R>, false, kHasTwoFormats<R>},
     FP4KIT_BLOCK_RULES FP4KIT_FOUR_OVER_SIX_RULES};
 constexpr TensorRuleEntry kTensorRuleEntries[] = {
 #define FP4KIT_TENSOR_RULE(key, ...) {key, kTensorScale<__VA_ARGS__>},

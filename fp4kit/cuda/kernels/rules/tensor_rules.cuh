@@ -257,14 +257,6 @@ struct tensor_sglang_online {
   }
 };
 
-struct tensor_sglang_4over6 {
-  template <class R, class In>
-  FP4KIT_DEVICE TensorScale scale(float amax) {
-    const float encode = tensor_sglang_online::scale<R, In>(amax).encode;
-    return {encode, 1.0f / encode, amax};
-  }
-};
-
 struct tensor_te_1x64 {
   template <class R, class In>
   FP4KIT_DEVICE TensorScale scale(float amax) {
