@@ -63,6 +63,7 @@ SECTIONS = {  # {heading on the page of recipes: the first parts of the ids in t
     "MXFP4": ("mxfp4",),
     "MXFP6 and MXFP8": ("mxfp6", "mxfp8"),
     "FP8": ("fp8",),
+    "FP4 with float32 scales": ("fp4",),
     "INT8 and INT4": ("int8", "int4"),
 }
 

@@ -26,7 +26,7 @@ from fp4kit.formats import E2M1, E8M0, Codebook, ElementFormat, IntegerOrFloat, 
 from fp4kit.quantized.container import Quantized
 from fp4kit.recipes import Recipe
 from fp4kit.recipes.rules import TOPS
-from fp4kit.recipes.schema import decoding, then_encodes, with_row_blocks
+from fp4kit.recipes.schema import decoding, encodes_first, then_encodes, with_row_blocks
 from fp4kit.reference import dequantize as decode_specification
 from fp4kit.reference import four_over_six
 from fp4kit.reference import quantize as specification
@@ -67,7 +67,7 @@ def element_key(r: Recipe) -> str:
     """
     flags = [name for name in ("flush", "round_scaled", "narrow") if getattr(r, name)]
     flags += ["stochastic_float16"] * (r.stochastic == "comfy_kitchen_fp8")
-    flags += ["then_encode"] * then_encodes(r)
+    flags += ["encode_first" if encodes_first(r) else "then_encode"] * then_encodes(r)
     return " ".join([_name(computed_format(r)), r.apply, r.rounding, r.sign, *flags])
 
 
@@ -435,7 +435,7 @@ def encode_matrix(
             rest = cut_options(cut, *tile, recipe)
             specification.encode_matrix(tile_x, recipe, scale, tile_scales, tile_codes, rest)
         if four_over_six.leaves_zero_blocks(recipe):
-            zero = four_over_six.is_zero_block(_amax_by_row(elements, recipe, options.hadamard))
+            zero = four_over_six.is_zero_block(_amax_by_row(elements, recipe, options.hadamard), recipe)
             codes[np.repeat(zero, recipe.element.packing.length(recipe.block_size), axis=1)] = 0
 
 

@@ -17,7 +17,7 @@ from fp4kit.cuda.compiler import constant, decode_rule, format_struct
 from fp4kit.formats import E2M1, E4M3, ElementFormat, IntegerOrFloat
 from fp4kit.recipes import Recipe, recipe, recipes
 from fp4kit.recipes.rules import DECODE_RULES
-from fp4kit.recipes.schema import as_stored, by_divisor, decoding, faking, takes_divisor, then_encodes
+from fp4kit.recipes.schema import as_stored, by_divisor, decoding, encodes_first, faking, takes_divisor, then_encodes
 
 PATH = Path(__file__).parent / "source" / "recipes.inc"
 DTYPES = ("float32", "float16", "bfloat16")
@@ -44,9 +44,7 @@ def text() -> str:
     decodes = {decode_key(r): r for r in reversed(decoded)}
     # (struct, macro that lists the structs, {key: a recipe with this key}, the members of a recipe's struct)
     kinds: tuple[tuple[str, str, dict[str, Recipe], Callable[[Recipe], Facts]], ...] = (
-        ("BlockRule", "FP4KIT_BLOCK_RULE", rules, _rule),
         ("FourOverSix", "FP4KIT_FOUR_OVER_SIX_RULE", four_over_six, _four_over_six),
-        ("TensorRule", "FP4KIT_TENSOR_RULE", tensors, _tensor),
         ("Element", "FP4KIT_ELEMENT", elements, _element),
         ("Decoder", "FP4KIT_DECODER", decodes, _decode),
     )
@@ -54,6 +52,9 @@ def text() -> str:
     lines += [format_struct(f, _format(f)) for _, f in sorted(formats.items())]
     for name, _, found, facts in kinds:
         lines += [f"struct {name}{i} {{ {_members(facts(found[key]))} }};" for i, key in enumerate(sorted(found))]
+    for macro, of, found in (("BLOCK", _block_rule, rules), ("TENSOR", _tensor_rule, tensors)):
+        entries = (f'FP4KIT_{macro}_RULE("{key}", {of(found[key])})' for key in sorted(found))
+        lines.append(f"#define FP4KIT_{macro}_RULES " + " ".join(entries))
     for name, macro, found, _ in kinds:
         entries = (f'{macro}("{key}", {name}{i})' for i, key in enumerate(sorted(found)))
         lines.append(f"#define {macro}S " + " ".join(entries))
@@ -77,16 +78,15 @@ def _members(facts: Facts) -> str:
     return " ".join(constant(k, v) if " " in k else f"using {k} = {v};" for k, v in facts.items())
 
 
-def _rule(r: Recipe) -> Facts:
-    """Return the members of a recipe's block rule struct."""
-    return {
-        "Element": _format(r.element),
-        "Scale": _format(r.scale or E4M3),
-        "BlockRule": f"block_{r.block_rule}",
-        "int kScaleMax": r.scale_max,
-        "bool kKeepInfinity": r.keep_infinity,
-        "bool kPropagateNan": r.amax_nan == "propagate",
-    }
+def _block_rule(r: Recipe) -> str:
+    """Return the C++ struct of a recipe's block rule."""
+    flags = f"{r.scale_max}, {int(r.keep_infinity)}, {int(r.amax_nan == 'propagate')}"
+    return f"BlockRuleOf<{_format(r.element)}, {_format(r.scale or E4M3)}, block_{r.block_rule}, {flags}>"
+
+
+def _tensor_rule(r: Recipe) -> str:
+    """Return the C++ struct of a recipe's tensor rule."""
+    return f"TensorRuleOf<{_format(computed_format(r))}, tensor_{r.tensor_rule}, {r.scale_max}>"
 
 
 def _two_formats(r: Recipe) -> Facts:
@@ -105,17 +105,12 @@ def _four_over_six(r: Recipe) -> Facts:
         "bool kSquaredError": r.four_over_six == "mse",
         "bool kLargestError": r.four_over_six == "max",
         "bool kFastError": r.fast_error,
+        "bool kIsCute": r.block_rule == "four_over_six_cute",
         "bool kLaneSums": r.lane_sums,
         "bool kKeepInfinity": r.keep_infinity,
         "bool kFlush": r.flush,
         **_two_formats(r),
     }
-
-
-def _tensor(r: Recipe) -> Facts:
-    """Return the members of a recipe's tensor rule struct."""
-    element = _format(computed_format(r))
-    return {"Element": element, "TensorRule": f"tensor_{r.tensor_rule}", "int kScaleMax": r.scale_max}
 
 
 def _element(r: Recipe) -> Facts:
@@ -131,6 +126,7 @@ def _element(r: Recipe) -> Facts:
         "bool kNarrow": r.narrow,
         "bool kStochasticFloat16": r.stochastic == "comfy_kitchen_fp8",
         "bool kThenEncode": then_encodes(r),
+        "bool kEncodeFirst": encodes_first(r),
     }
 
 

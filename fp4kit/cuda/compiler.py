@@ -34,7 +34,7 @@ from fp4kit.formats import (
 )
 from fp4kit.recipes import Recipe
 from fp4kit.recipes.rules import BLOCK_RULES, NOISE_STOCHASTICS
-from fp4kit.recipes.schema import fake_unit, then_encodes
+from fp4kit.recipes.schema import encodes_first, fake_unit, then_encodes
 
 SOURCES = Path(__file__).parent / "kernels"
 OPTIONS = ("-std=c++17", "-ftz=false", "-fmad=false", "-prec-div=true", "-prec-sqrt=true", "-lineinfo")
@@ -405,15 +405,18 @@ def _recipe_facts(r: Recipe) -> dict[str, object]:
         "bool kDivide": r.apply != "multiply",
         "bool kCompare": r.apply == "compare",
         "bool kThenEncode": then_encodes(r),
+        "bool kEncodeFirst": encodes_first(r),
         "bool kRoundScaled": r.round_scaled,
         "bool kStochasticFloat16": r.stochastic == "comfy_kitchen_fp8",
         "bool kRepacked": r.repacked,
         "bool kNanIsMax": r.nan_is_max,
+        "bool kNanSign": r.nan_sign,
         "bool kNarrow": r.narrow,
         "bool kFourOverSix": r.four_over_six is not None,
         "bool kSquaredError": r.four_over_six == "mse",
         "bool kLargestError": r.four_over_six == "max",
         "bool kFastError": r.fast_error,
+        "bool kIsCute": r.block_rule == "four_over_six_cute",
         "bool kLaneSums": r.lane_sums,
         "bool kKeepInfinity": r.keep_infinity,
         "AmaxNan kAmaxNan": f"AmaxNan::{r.amax_nan}",

@@ -215,7 +215,7 @@ def _takes_table(request: LaunchRequest) -> bool:
     # 16 x 16.
     r = request.recipe
     is_square = r.block == (16, 16) and r.amax_nan == "propagate"
-    sums_errors = r.four_over_six in ("mae", "mse") and not r.lane_sums
+    sums_errors = r.four_over_six in ("mae", "mse") and r.block_rule == "four_over_six" and not r.lane_sums
     has_tables = sums_errors and (r.block == (1, 16) or is_square) and r.tensor_scaling == "tensor"
     plain = _by_rows(request) and not (request.values or request.grouped)
     is_large = request.shape[0] * request.shape[1] >= MIN_TABLE_ELEMENTS

@@ -38,6 +38,15 @@ def te() -> Made:
     yield reference
     yield variant(reference, "nvfp4-te-reference-2d", "block=16x16")
     yield variant(reference, "nvfp4-te-rowscaled", "tensor_scaling=row")
+    yield variant(
+        reference,
+        "nvfp4-te-1x64",
+        "tensor_scaling=row tensor_rule=te_1x64 block_rule=te_1x64 decode_rule=te_1x64",
+        source="TE 7308e30 (PR 2940) custom_recipes/quantization_nvfp4_1x64.py NVFP4Quantizer1x64Ref",
+        exact="codes, block scales and window_amax with NVTE_NVFP4_ROWWISE_1X64_LOCAL_ENCODE=1. Each window of 64 "
+        "elements is a row: quantize x.reshape(-1, 64), and for the columnwise output x.T.reshape(-1, 64)",
+        versions=("7308e30", "7308e30"),
+    )
     base = replace(reference, source="TE d0067d0 common/cast/nvfp4/quantize_4over6_nvfp4.cuh, reference_nvfp4.py")
     for r in four_over_six(base, "nvfp4-te"):
         yield r

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-ROUNDINGS = ("rn", "rz", "rna", "rnz", "rns", "rnw", "first")
+ROUNDINGS = ("rn", "rz", "rna", "rnz", "rns", "rnw", "rnh", "first")
 SIGNS = ("signbit", "negative", "not_positive", "unsigned_zero")
 AMAX_NANS = ("ignore", "propagate", "lanes")
 APPLIES = ("multiply", "divide", "compare")
@@ -42,6 +42,7 @@ class BlockRuleTraits(NamedTuple):
             if it does not. None allows both values.
         encode: True if the factor is computed from the tensor's encode scale instead of the decode scale.
         then_encode: True if elements are multiplied by the encode scale after the factor is applied.
+        first_encode: True if elements are multiplied by the encode scale before the factor is applied.
         reads_amax: True if the factor depends on the block amax, not on the scale code alone.
         one_level: True if the rule does not support a tensor scale.
         may_overflow: True if the factor may be infinite, so that Recipe.keep_infinity has an effect.
@@ -57,6 +58,7 @@ class BlockRuleTraits(NamedTuple):
     flush: bool | None = False
     encode: bool = False
     then_encode: bool = False
+    first_encode: bool = False
     reads_amax: bool = False
     one_level: bool = False
     may_overflow: bool = False
@@ -75,6 +77,7 @@ BLOCK_RULES: dict[str, BlockRuleTraits] = {
     "torchao": BlockRuleTraits("E4M3", encode=True),
     "compressed_tensors": BlockRuleTraits("E4M3", "divide", encode=True),
     "four_over_six": BlockRuleTraits("E4M3", six=True, needs_tensor=True, flush=None, chooses=True),
+    "four_over_six_cute": BlockRuleTraits("E4M3", six=True, needs_tensor=True, encode=True, chooses=True),
     "fouroversix_if4": BlockRuleTraits("E4M3", six=True, needs_tensor=True, flush=None, chooses=True),
     "e8m0_floor": _POWER,
     "e8m0_ceil": _POWER,
@@ -99,7 +102,7 @@ BLOCK_RULES: dict[str, BlockRuleTraits] = {
     "e8m0_mlx_0321": BlockRuleTraits("E8M0", "divide", reads_amax=True),
     "e8m0_mlx_metal_0321": _POWER,
     # Rules of vLLM, triton_kernels, Quark, auto-round, fouroversix, SGLang, DeepGEMM, qwix, comfy-kitchen, MSLK, aiter,
-    # DeepSeek and nunchaku
+    # DeepSeek, nunchaku, JAX, miles, NNCF and oneDNN
     "vllm": BlockRuleTraits("E4M3", six=True),
     "vllm_cuda": BlockRuleTraits("E4M3", six=True, encode=True),
     "auto_round": BlockRuleTraits("E4M3", six=True),
@@ -120,6 +123,14 @@ BLOCK_RULES: dict[str, BlockRuleTraits] = {
     "nunchaku": BlockRuleTraits("E4M3", six=True, reads_amax=True, one_level=True),
     "aiter": BlockRuleTraits("E4M3", six=True, reads_amax=True, one_level=True),
     "deepseek": BlockRuleTraits("E4M3", "divide", six=True, one_level=True),
+    "nncf": BlockRuleTraits("E4M3", "divide", reads_amax=True),
+    "nncf_small": BlockRuleTraits("E4M3", "divide", reads_amax=True),
+    "onednn": BlockRuleTraits("E4M3", one_level=True),
+    "te_1x64": BlockRuleTraits("E4M3", six=True, encode=True),
+    "hf_kernels": BlockRuleTraits("E4M3", encode=True),
+    "jax": BlockRuleTraits("E4M3", six=True, flush=True, encode=True, first_encode=True),
+    "jax_jit": BlockRuleTraits("E4M3", six=True, flush=True, encode=True),
+    "jax_gpu": BlockRuleTraits("E4M3", six=True, encode=True, first_encode=True),
     "e8m0_even_finite": _POWER,
     "e8m0_even_normal": _POWER,
     "e8m0_quark_even": _POWER_OF_AMAX,
@@ -144,6 +155,15 @@ BLOCK_RULES: dict[str, BlockRuleTraits] = {
     "e8m0_aiter_ceil": _POWER,
     "e8m0_deepseek": BlockRuleTraits("E8M0", six=True, flush=None),
     "e8m0_deepseek_fp8": _POWER,
+    "e8m0_miles_ceil": _POWER_OF_AMAX,
+    "e8m0_miles_dsv4": _POWER_OF_AMAX,
+    "e8m0_miles_even": _POWER,
+    "e8m0_nncf": _POWER,
+    "e8m0_nncf_small": _POWER,
+    "e8m0_jax": BlockRuleTraits("E8M0", flush=True),
+    "e8m0_jax_jit": BlockRuleTraits("E8M0", flush=True),
+    "e8m0_jax_gpu": BlockRuleTraits("E8M0"),
+    "e8m0_jax_gpu_jit": BlockRuleTraits("E8M0"),
     # Rules for user-defined formats: the scale is rounded to nearest, up or down
     "amax": BlockRuleTraits(ANY_FORMAT),
     "amax_up": BlockRuleTraits(ANY_FORMAT),
@@ -180,6 +200,14 @@ TENSOR_RULES: dict[str, str] = {
     "fouroversix_4": "E4M3",
     "comfy_kitchen": "E4M3",
     "comfy_kitchen_cuda": "E4M3",
+    "te_1x64": "E4M3",
+    "hf_kernels": "E4M3",
+    "jax_gpu": "E4M3",
+    "nncf": "E4M3",
+    "nncf_medium": "E4M3",
+    "nncf_small": "E4M3",
+    "fp4_nncf": "float",
+    "fp4_nncf_small": "float",
     # Rules for user-defined formats: the scale is rounded to float32, or to a number of 16 bits
     "amax": ANY_FORMAT,
     "amax_float16": ANY_FORMAT,
@@ -243,6 +271,9 @@ DECODE_RULES: dict[str, DecodeRule] = {
     "comfy_kitchen": DecodeRule(("E4M3",), float16="comfy_kitchen_float16", bfloat16="comfy_kitchen_bfloat16"),
     "comfy_kitchen_float16": DecodeRule(("E4M3",)),
     "comfy_kitchen_bfloat16": DecodeRule(("E4M3",)),
+    "nncf": DecodeRule(("E4M3",)),
+    "te_1x64": DecodeRule(("E4M3",), needs_amax=True),
+    "hf_kernels": DecodeRule(("E4M3",), needs_amax=True),
     "fp8_comfy_kitchen": DecodeRule(
         (None,), float16="fp8_comfy_kitchen_float16", bfloat16="fp8_comfy_kitchen_bfloat16"
     ),
@@ -263,6 +294,7 @@ DECODE_RULES: dict[str, DecodeRule] = {
     "e8m0_mlx_0322": DecodeRule(("E8M0",), float16="e8m0_float16_0322", numbers=True),
     "e8m0_quark": DecodeRule(("E8M0",), float16="e8m0_float16", fake="e8m0"),
     "e8m0_float16": _POWERS,
+    "e8m0_nncf": _POWERS,
     "e8m0_float16_0322": DecodeRule(("E8M0",), numbers=True),
 }
 

@@ -76,6 +76,8 @@ class Recipe:
         sign: which codes get the sign bit; see reference.codec.encode.
         nan_code: the code of a NaN element. None stands for the NaN of the element format, or the code of its largest
             value if it has no NaN.
+        nan_sign: True if the code of a NaN has the sign of the NaN that x86-64 computes when it scales the element:
+            that of a NaN element, minus for inf / inf and 0 * inf, and otherwise plus. False if all NaNs have one code.
         nan_is_max: True if a NaN element becomes the largest value although the format has a NaN (FlashInfer's clamp).
         amax_nan: the effect of NaN elements on an amax. "ignore": NaN elements are left out. "propagate": the amax is
             NaN. "lanes": NaN elements are left out, but a block's amax is NaN if all its elements at odd indices are
@@ -133,6 +135,7 @@ class Recipe:
     rounding: str = "rn"
     sign: Literal["signbit", "negative", "not_positive", "unsigned_zero"] = "signbit"
     nan_code: int | None = None
+    nan_sign: bool = False
     nan_is_max: bool = False
     amax_nan: Literal["ignore", "propagate", "lanes"] = "ignore"
     flush: bool = False
@@ -290,8 +293,15 @@ def fake_unit(r: Recipe) -> int:
 
 
 def then_encodes(r: Recipe) -> bool:
-    """Return whether recipe r scales elements in two steps: by the factor of their block, then by the encode scale."""
-    return r.tensor_rule is not None and r.block_rule is not None and rules.BLOCK_RULES[r.block_rule].then_encode
+    """Return whether recipe r scales elements in two steps: by the factor of their block and by the encode scale."""
+    if r.tensor_rule is None or r.block_rule is None:
+        return False
+    return rules.BLOCK_RULES[r.block_rule].then_encode or encodes_first(r)
+
+
+def encodes_first(r: Recipe) -> bool:
+    """Return whether recipe r multiplies elements by the encode scale before it applies the factor of their block."""
+    return r.tensor_rule is not None and rules.BLOCK_RULES[r.block_rule or "te"].first_encode
 
 
 class Alias(NamedTuple):

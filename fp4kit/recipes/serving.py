@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fp4kit.formats import E4M3, MXFP4, MXFP8_E4M3, MXFP8_E5M2, NVFP4
+from fp4kit.formats import E2M1, E4M3, MXFP4, MXFP8_E4M3, MXFP8_E5M2, NVFP4
 from fp4kit.recipes.schema import Alias, Made, of_format, producer, unscaled, variant
 
 _VLLM_ACTIVATIONS = "vLLM 0.33 csrc/libtorch_stable/quantization/fp4/nvfp4_utils.cuh cvt_warp_fp16_to_fp4"
@@ -101,11 +101,22 @@ def sglang() -> Made:
     yield of_format(
         NVFP4,
         "nvfp4-sglang-online",
+        "tensor_rule=sglang_online block_rule=four_over_six_cute four_over_six=mse fast_error=True amax_nan=lanes",
+        source="SGLang 0.5.23 layers/quantization/nvfp4_online.py, FlashInfer 0.7.4 "
+        "quantization_cute_dsl_utils.py _nvfp4_4over6_quant_from_values",
+        exact="codes and block scales of one expert by --quantization nvfp4_online, whose w1 and w3 share an amax: "
+        "4over6 with scales up to 448, squared errors and err_use_fast_math. weight_scale_2 is tensor_scale. Not equal "
+        "for tensors with inf or NaN. Derived from the source code, not recorded. Activations: "
+        "nvfp4-sglang-token",
+    )
+    yield of_format(
+        NVFP4,
+        "nvfp4-sglang-online-a022252",
         "tensor_rule=sglang_online block_rule=flashinfer_precise amax_nan=lanes flush=True",
         source="SGLang a022252 layers/quantization/nvfp4_online.py _quantize_weight_nvfp4",
         exact="weights of one expert by --quantization nvfp4_online, without 4over6, whose w1 and w3 share an amax. "
         "Not equal for tensors with inf or NaN, and for blocks whose scale underflows to 0. Derived from the source "
-        "code, not recorded. Activations: nvfp4-sglang-token",
+        "code, not recorded. Since 0.5.23, nvfp4-sglang-online",
         versions=("a022252", "a022252"),
     )
     util = of_format(
@@ -311,4 +322,92 @@ def transformers() -> Made:
         source="transformers 5.23 integrations/finegrained_fp8.py Fp8Quantize",
         exact="codes, and weight_scale_inv, which holds every 128th row of tensor_scale. transformers leaves a weight "
         "unquantized if its number of rows is not a multiple of 128; here, its last blocks have fewer rows",
+    )
+
+
+_NNCF = "NNCF 3.4.0 nncf.compress_weights with the OpenVINO backend, mode {}"
+_FROM_10000 = "of a weight with at least 10000 elements, which NNCF computes with OpenVINO"
+_BELOW_10000 = "of a weight with fewer than 10000 elements, which NNCF computes with NumPy"
+
+
+@producer("nncf", "NNCF (OpenVINO)", "3.4.0")
+def nncf() -> Made:
+    """Yield the recipes of NNCF 3.4.0, with which OpenVINO quantizes weights: NVFP4, MXFP4, MXFP8 and FP4.
+
+    NNCF has two arithmetics, and chooses by the number of elements of the weight. A recipe does not depend on the
+    number of elements, so there is one recipe per arithmetic. Values are those of OpenVINO with the inference precision
+    float32, which reads every scale as float16.
+    """
+    nan = "NaN elements are left out of amaxes"
+    large = of_format(
+        NVFP4,
+        "nvfp4-nncf",
+        "tensor_rule=nncf block_rule=nncf decode_rule=nncf apply=divide nan_sign=True",
+        source=_NNCF.format("NVFP4"),
+        exact="codes, scales, global_scale and values of a weight with at least 10000 blocks. Elements are divided by "
+        f"the block scale before it is rounded to E4M3. {nan}. Recorded for smaller weights, whose recipe, "
+        "nvfp4-nncf-medium, is equal for an amax above 3.3e-4",
+    )
+    yield large
+    exact = f"codes, scales, global_scale and values {_FROM_10000} in fewer than 10000 blocks of 16. {nan}"
+    yield variant(large, "nvfp4-nncf-medium", "tensor_rule=nncf_medium", exact=exact)
+    text = "tensor_rule=nncf_small block_rule=nncf_small amax_nan=propagate"
+    exact = f"codes, scales, global_scale and values {_BELOW_10000}"
+    yield variant(large, "nvfp4-nncf-small", text, exact=exact)
+    for fmt, text, overflow in (
+        (MXFP4, "nan_sign=True", ""),
+        (MXFP8_E4M3, "rounding=rnh", ". Elements are rounded to float16 first, and become NaN above 464"),
+    ):
+        large = of_format(
+            fmt,
+            f"{fmt.name[:5].lower()}-nncf",
+            f"block_rule=e8m0_nncf decode_rule=e8m0_nncf {text}",
+            source=_NNCF.format(fmt.name),
+            exact=f"codes, scales and values {_FROM_10000}. Some amaxes of M * 2^k, where M is the largest element "
+            f"value, get the next larger scale. {nan}{overflow}",
+        )
+        yield large
+        text = "block_rule=e8m0_nncf_small amax_nan=propagate"
+        yield variant(large, f"{large.id}-small", text, exact=f"codes, scales and values {_BELOW_10000}{overflow}")
+    for id, more, where in (("", "", _FROM_10000), ("-small", "_small amax_nan=propagate", _BELOW_10000)):
+        text = "tensor_scaling=block decode_rule=fp8_comfy_kitchen_float16 apply=divide block=1x32 nan_sign=True"
+        exact = f"codes and values {where}. NNCF stores the scales as float16, and divides by them before that"
+        text, source = f"{text} tensor_rule=fp4_nncf{more}", _NNCF.format("FP4")
+        yield unscaled(E2M1, f"fp4-nncf{id}", text, source=source, exact=exact)
+
+
+@producer("onednn", "oneDNN", "2026.1.0")
+def onednn() -> Made:
+    """Yield the recipes of oneDNN 2026.1.0 (3.13): the dynamic scales of a matmul's destination."""
+    source = "oneDNN 2026.1.0 (3.13) matmul ref:any with {} destination scales"
+    exact = "codes and scales of finite float32 and bfloat16 sources. Products that underflow to -0 keep no sign here"
+    for fmt, suffix, text in ((MXFP4, "", "nan_sign=True"), (MXFP8_E4M3, "", ""), (MXFP8_E5M2, "-e5m2", "")):
+        text = f"block_rule=e8m0_floor sign=negative amax_nan=propagate {text or 'rounding=rnh'}"
+        id, overflow = f"{fmt.name[:5].lower()}-onednn{suffix}", ". Elements do not saturate" * (fmt is not MXFP4)
+        yield of_format(fmt, id, text, source=source.format("dynamic_mx"), exact=exact + overflow)
+    text = "tensor_scaling=none block_rule=onednn sign=negative nan_sign=True amax_nan=propagate"
+    exact = f"{exact}. A block of zeros has scale 1, and scales above 464 are NaN"
+    yield of_format(NVFP4, "nvfp4-onednn", text, source=source.format("dynamic_fp"), exact=exact)
+
+
+@producer("hf-kernels", "Hugging Face kernels", "e36c85a")
+def hf_kernels() -> Made:
+    """Yield the recipes of kernels-community/nvfp4-gemm, with which transformers quantizes to NVFP4 on load."""
+    source = "kernels-community nvfp4-gemm e36c85a"
+    yield of_format(
+        NVFP4,
+        "nvfp4-hf-kernels",
+        "tensor_rule=hf_kernels block_rule=flashinfer amax_nan=lanes flush=True",
+        source=f"{source}, cvt_warp_fp16_to_fp4 of vLLM, as transformers 5.24 NVFP4Config calls it",
+        exact="weights and activations, with the approximate reciprocals of sm_90; derived from its source code, not "
+        "recorded. global_scale is the reciprocal of tensor_scale before rounding, and divides on decode",
+    )
+    yield of_format(
+        NVFP4,
+        "nvfp4-hf-kernels-reference",
+        "tensor_rule=hf_kernels block_rule=hf_kernels decode_rule=hf_kernels rounding=first sign=negative nan_code=0 "
+        "amax_nan=propagate",
+        source=f"{source} quantize_reference",
+        exact="values on a CPU, and global_scale. Ties round to the smaller magnitude, unlike in the kernel. A block "
+        "scale of 0 counts as 1e-12",
     )

@@ -20,8 +20,9 @@ _PRODUCERS = (  # within a format, their order is that of recipes()
     *(pytorch.microxcaling, training.qat, local.gguf, local.mlx, serving.vllm, serving.triton_kernels, pytorch.quark),
     *(pytorch.auto_round, training.fouroversix, serving.sglang, serving.deepgemm, training.qwix, local.comfy_kitchen),
     *(pytorch.mslk, serving.aiter, serving.deepseek, training.fp_quant, serving.nunchaku, serving.transformers),
+    *(training.jax, training.miles, serving.nncf, serving.onednn, serving.hf_kernels),
 )
-_FORMATS = ("NVFP4", "NVINT4", "IF4", "MXFP4", "MXFP6", "MXFP8", "FP8", "INT8", "INT4")
+_FORMATS = ("NVFP4", "NVINT4", "IF4", "MXFP4", "MXFP6", "MXFP8", "FP8", "FP4", "INT8", "INT4")
 _made = [made for define in _PRODUCERS for made in define()]
 _recipes = sorted((r for r in _made if isinstance(r, Recipe)), key=lambda r: _FORMATS.index(r.format_name))
 
@@ -56,7 +57,7 @@ def recipes(of: str | None = None) -> tuple[str, ...]:
     Examples:
         >>> import fp4kit
         >>> len(fp4kit.recipes()), fp4kit.recipes()[0]
-        (208, 'nvfp4-te')
+        (238, 'nvfp4-te')
         >>> fp4kit.recipes("mxfp4-quark")
         ('mxfp4-quark-even', 'mxfp4-quark-floor', 'mxfp4-quark-ceil')
     """

@@ -199,3 +199,61 @@ def qat() -> Made:
         source="INT4 fake quantization of the trainers slime and miles",
         exact="the formula clamp(round(w / s), -7, 7) * s for a weight w, where s = max(amax / 7, 1e-5)",
     )
+
+
+_JAX_SOURCE = "JAX {} jax._src.cudnn.scaled_matmul_stablehlo quantize, of jax.nn.scaled_dot_general, on {}"
+
+
+@producer("jax", "JAX", "0.10.2")
+def jax() -> Made:
+    """Yield the recipes of jax.nn.scaled_dot_general: op by op and under jax.jit, on a CPU and on a GPU.
+
+    XLA on a CPU flushes subnormals, and divides by multiplying with a rounded reciprocal. A GPU keeps subnormals.
+    """
+    rules = "Zeros of a block with scale 0 have code 8. NaN elements are kept in an amax, unlike in some large arrays"
+    on_cpu = of_format(
+        NVFP4,
+        "nvfp4-jax",
+        "tensor_scaling=none block_rule=jax nan_code=8 amax_nan=propagate flush=True",
+        source=_JAX_SOURCE.format("0.10.2", "a CPU"),
+        exact=f"codes and scales of config nvfp4 with global_scale 1, the default, op by op and under jit. {rules}",
+    )
+    mx = of_format(
+        MXFP8_E4M3,
+        "mxfp8-jax",
+        "block_rule=e8m0_jax round_scaled=True amax_nan=propagate flush=True",
+        source=on_cpu.source,
+        exact="codes and scales of config mxfp8, op by op. Zeros of a bfloat16 block with scale 2^-127 become NaN, and "
+        "op by op those of a float32 block too. NaN elements are kept in an amax, unlike in some large arrays",
+    )
+    gpu = {"source": _JAX_SOURCE.format("0.11.2", "an H100"), "versions": ("0.11.2", "0.11.2")}
+    on_gpu = variant(on_cpu, "nvfp4-jax-gpu", "block_rule=jax_gpu flush=False", exact=on_cpu.exact, **gpu)
+    text = "tensor_scaling=tensor tensor_rule="
+    for base, jitted, changed in ((on_cpu, "divided block_rule=jax_jit", "divided"), (on_gpu, "divided", "jax_gpu")):
+        yield base
+        for suffix, rule, how in (("", changed, "op by op"), ("-jit", jitted, "under jit")):
+            exact = f"codes, scales and global_scale {how}, with global_scale = amax / 2688, a normal float32. {rules}"
+            yield variant(base, f"{base.id}-global{suffix}", f"{text}{rule}", exact=exact)
+    yield mx
+    yield variant(mx, "mxfp8-jax-jit", "block_rule=e8m0_jax_jit", exact=mx.exact.replace("op by op", "under jit", 1))
+    for suffix, how in (("", "op by op"), ("-jit", "under jit")):
+        rule = f"block_rule=e8m0_jax_gpu{suffix.replace('-', '_')} flush=False"
+        yield variant(mx, f"mxfp8-jax-gpu{suffix}", rule, exact=f"codes and scales of config mxfp8 {how}", **gpu)
+
+
+@producer("miles", "miles", "200e6df")
+def miles() -> Made:
+    """Yield the recipes of miles: MXFP4 weights of its quantization-aware training, in three versions of its file."""
+    for id, text, version, exact in (
+        ("", "even nan_code=0 nan_sign=True", "main of 2026-11", ", scales and bfloat16 values"),
+        ("-ceil", "ceil nan_code=8", "kimi-k3 of 2026-07-28", ", scales and bfloat16 values"),
+        ("-dsv4", "dsv4 nan_code=0 nan_sign=True", "200e6df", " and scales, where an infinite amax gives zeros"),
+    ):
+        yield of_format(
+            MXFP4,
+            f"mxfp4-miles{id}",
+            f"block_rule=e8m0_miles_{text} rounding=rnz amax_nan=propagate",
+            source=f"miles {version} miles/utils/mxfp4.py",
+            exact=f"codes{exact}. Ties round toward zero",
+            versions=(version, version),
+        )

@@ -40,7 +40,7 @@ from fp4kit.reference.codec import (
     inverse_e8m0,
     show,
 )
-from fp4kit.reference.tensor_rules import TensorScale, reciprocal_of_scale
+from fp4kit.reference.tensor_rules import TensorScale, nncf_scale, reciprocal_of_scale
 
 
 class BlockRule(NamedTuple):
@@ -829,6 +829,249 @@ def code_e8m0_deepseek_fp8(amax: Array, tensor: TensorScale, recipe: Recipe, dty
     return np.minimum(exponent_up(ratio), 255).astype(np.uint8)
 
 
+# ---- JAX: jax.nn.scaled_dot_general ----
+# XLA on a CPU flushes subnormals, and multiplies by a rounded reciprocal where the source divides by a scale.
+
+
+def _jax_code(q: Array) -> Array:
+    """Return the E8M0 codes of float32 q >= 0, rounded up to powers of two: inf gives 255 and NaN wraps to 0."""
+    bits = np.asarray(show("block scale before rounding", q), np.float32).view(np.int32)
+    field, mantissa = exponent_field(q), bits & 0x7FFFFF
+    up = (mantissa > 0) & (field != 254) & ((field > 0) | (mantissa > 0x400000))
+    return (field + up & 255).astype(np.uint8)
+
+
+def _jax_value(codes: Array, dtype: Dtype) -> Array:
+    """Return the values that JAX gives to E8M0 codes: 2^(code - 127) in dtype. 255 is inf; float16 code 0 is 2^-15."""
+    values = np.where(codes == 255, np.float32(np.inf), np.ldexp(ONE, codes.astype(np.int32) - 127))
+    return round_to(np.where((codes == 0) & (dtype == np.float16), np.float32(2.0**-15), values), dtype)
+
+
+def _largest_inverse(recipe: Recipe, dtype: Dtype) -> Array:
+    """Return 1 / M in float32, rounded to float16 for float16 elements. M is the largest element value."""
+    return round_to(np.asarray(ONE / recipe.element.max), dtype if dtype == np.float16 else np.dtype(np.float32))
+
+
+def code_e8m0_jax(amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
+    """Return the E8M0 code of T(amax * c), rounded up to a power of two, as JAX computes it with XLA on a CPU.
+
+    T rounds to the dtype of the elements. c is 1 / M, rounded to float16 for float16 elements and otherwise to float32;
+    M is the largest element value. Subnormal operands and results are flushed to zero. 0 gives code 0, inf gives 255,
+    and NaN gives 0, because the byte wraps. tensor is not used. Source: JAX cudnn/scaled_matmul_stablehlo.py quantize.
+    """
+    return _jax_code(round_to(multiply_ftz(amax, _largest_inverse(recipe, dtype)), dtype))
+
+
+def factor_e8m0_jax(codes: Array, amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
+    """Return the factor that multiplies the elements of each block in JAX on a CPU: T(1 / T(2^(code - 127))).
+
+    T rounds to the dtype of the elements. The value of code 255 is infinite, and that of code 0 is 2^-127, or 2^-15 for
+    float16 elements. Subnormals are flushed, so code 0 gives an infinite factor for float32 and bfloat16, which turns
+    zeros into NaN. amax, tensor and recipe are not used.
+    """
+    return round_to(divide_ftz(ONE, _jax_value(codes, dtype)), dtype)
+
+
+code_e8m0_jax_jit = code_e8m0_jax
+
+
+def factor_e8m0_jax_jit(codes: Array, amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
+    """Return the factor of each block as JAX computes it on a CPU under jax.jit.
+
+    It differs from that of e8m0_jax only for code 0 and float32 elements, where XLA computes the constant 2^127.
+    """
+    factor = factor_e8m0_jax(codes, amax, tensor, recipe, dtype)
+    return np.where(codes == 0, np.float32(2.0**127), factor) if dtype == np.float32 else factor
+
+
+def code_e8m0_jax_gpu(amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
+    """Return the E8M0 code of T(amax / M), rounded up to a power of two, as JAX computes it on a GPU.
+
+    T rounds to the dtype of the elements, and M is the largest element value. The quotient is that of PTX div.full.f32
+    for float16 elements, and otherwise amax * fp32(1 / M). inf gives 255, and NaN gives 0. tensor is not used.
+    """
+    largest = recipe.element.max
+    quotient = divide_full(amax, largest) if dtype == np.float16 else amax * (ONE / largest)
+    return _jax_code(round_to(np.asarray(quotient), dtype))
+
+
+def factor_e8m0_jax_gpu(codes: Array, amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
+    """Return the factor that multiplies the elements of each block in JAX on a GPU: T(1 / T(2^(code - 127))).
+
+    T and the values of codes are those of e8m0_jax, but subnormals are kept. amax, tensor and recipe are not used.
+    """
+    return round_to(ONE / _jax_value(codes, dtype), dtype)
+
+
+def code_e8m0_jax_gpu_jit(amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
+    """Return the E8M0 code of T(amax * T(1 / M)), rounded up to a power of two, as JAX does on a GPU under jax.jit.
+
+    T rounds to the dtype of the elements, and M is the largest element value. inf gives 255, and NaN gives 0. tensor is
+    not used.
+    """
+    return _jax_code(round_to(amax * round_to(np.asarray(ONE / recipe.element.max), dtype), dtype))
+
+
+factor_e8m0_jax_gpu_jit = factor_e8m0_jax_gpu
+
+
+def code_jax(amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
+    """Return the E4M3 scale code of each block, as JAX computes it: E4M3((amax * tensor.encode) * fp32(1/6)).
+
+    tensor.encode is the encode scale of the tensor. On a CPU, subnormal operands and results are flushed to zero. Codes
+    saturate at 448, and NaN gives a NaN code. dtype is not used.
+    """
+    multiply = multiply_ftz if recipe.flush else np.multiply
+    return encode_e4m3_scale(multiply(multiply(amax, tensor.encode), INV6))
+
+
+def factor_jax(codes: Array, amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
+    """Return the factor of each block in JAX: 1 / scale, by which elements times tensor.encode are multiplied.
+
+    scale is the value of the scale code. If scale is 0, the factor is infinite, which turns zeros into NaN. A NaN scale
+    gives NaN. Only `codes` is read; the other parameters exist for a common signature.
+    """
+    return ONE / decode_scale(codes)
+
+
+code_jax_jit = code_jax_gpu = code_jax
+factor_jax_gpu = factor_jax
+
+
+def factor_jax_jit(codes: Array, amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
+    """Return the factor that multiplies the elements of each block in JAX on a CPU under jax.jit.
+
+        factor = tensor.encode * (1 / scale)
+
+    scale is the value of the scale code, and tensor.encode the encode scale of the tensor. Subnormal operands and
+    results are flushed to zero. amax, recipe and dtype are not used.
+    """
+    return multiply_ftz(tensor.encode, ONE / decode_scale(codes))
+
+
+# ---- miles, NNCF and oneDNN ----
+
+
+def code_e8m0_miles_ceil(amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
+    """Return the E8M0 code of 2^ceil(log2(amax / M)), as miles' branch kimi-k3 computes it.
+
+    M is the largest element value. log2 is rounded to float32, and the exponent is clamped to [-127, 127]. amax = 0 and
+    NaN give code 0, and inf gives 254. tensor and dtype are not used. Source: miles utils/mxfp4.py quantize_mxfp4.
+    """
+    return code_e8m0_modelopt(amax, tensor, recipe, dtype)
+
+
+def factor_e8m0_miles_ceil(codes: Array, amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
+    """Return the factor that multiplies the elements of each block: 2^(127 - code), or NaN if amax is NaN.
+
+    tensor, recipe and dtype are not used.
+    """
+    return np.where(np.isnan(amax), NAN, inverse_e8m0(codes))
+
+
+def code_e8m0_miles_dsv4(amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
+    """Return the E8M0 code of 2^ceil(max(log2(amax / M), -127)), as miles' mxfp4_quantize computes it.
+
+    M is the largest element value, and log2 is rounded to float32. amax = 0 and NaN give code 0. inf gives code 0 too,
+    because its byte wraps. tensor and dtype are not used.
+    """
+    return np.where(np.isinf(amax), np.uint8(0), code_e8m0_modelopt(amax, tensor, recipe, dtype))
+
+
+def factor_e8m0_miles_dsv4(codes: Array, amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
+    """Return the factor that multiplies the elements of each block: 2^(127 - code), or 0 if amax is infinite.
+
+    tensor, recipe and dtype are not used.
+    """
+    return np.where(np.isinf(amax), ZERO, inverse_e8m0(codes))
+
+
+def code_e8m0_miles_even(amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
+    """Return the E8M0 code of 2^(floor(log2(r)) - emax), clamped at code 0, as miles' newest version computes it.
+
+    r is amax rounded to the number of mantissa bits of an element, and emax is the exponent of the largest element
+    value. If r is infinite or NaN, the code is that of 2^(128 - emax). tensor and dtype are not used.
+    """
+    return np.maximum(np.minimum(_even_exponent(amax, recipe), 255 - recipe.element.emax), 0).astype(np.uint8)
+
+
+def _nncf_code(exponent: Array) -> Array:
+    """Return the E8M0 codes of 2^ceil(exponent), at least 2^-127 and at most 2^127. NaN gives 255."""
+    codes = np.clip(np.ceil(show("log2 of the scale", exponent)), -127, 127) + 127
+    return np.where(np.isnan(exponent), 255, np.nan_to_num(codes)).astype(np.uint8)
+
+
+def code_e8m0_nncf(amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
+    """Return the E8M0 code of 2^ceil(ln(s) / ln(2)), as NNCF computes it with OpenVINO: from 10000 elements on.
+
+        s = max(amax, 2^-23) / M
+
+    M is the largest element value. Both logarithms and their quotient are rounded to float32, so some powers of two
+    get the next larger scale. inf gives 254, and NaN gives 255. tensor and dtype are not used. Source: NNCF
+    weight_compression/weight_lowering.py.
+    """
+    s = nncf_scale(amax, recipe.element.max, False)
+    return _nncf_code(np.log(s.astype(np.float64)).astype(np.float32) / np.float32(np.log(2)))
+
+
+def code_e8m0_nncf_small(amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
+    """Return the E8M0 code of 2^ceil(log2(max(amax / M, 2^-23))), as NNCF computes it for fewer than 10000 elements.
+
+    M is the largest element value, and log2 is rounded to float32. inf gives 254, and NaN gives 255. tensor and dtype
+    are not used.
+    """
+    return _nncf_code(log2(nncf_scale(amax, recipe.element.max, True)))
+
+
+def code_nncf(amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
+    """Return the E4M3 scale code of each block, as NNCF computes it from 10000 elements on.
+
+        code = E4M3(float16(max(amax, 2^-23) / 6 / tensor.decode))
+
+    6 stands for the largest element value, and tensor.decode is the decode scale of the tensor. Both roundings are to
+    nearest even. Quotients above 464, also NaN, give a NaN code. dtype is not used.
+    """
+    return _half_scale(factor_nncf(amax, amax, tensor, recipe, dtype) / tensor.decode)
+
+
+def factor_nncf(codes: Array, amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
+    """Return the divisor of each block's elements in NNCF: max(amax, 2^-23) / 6, which the stored scale rounds.
+
+    6 stands for the largest element value. codes, tensor and dtype are not used.
+    """
+    return nncf_scale(amax, recipe.element.max, False)
+
+
+def code_nncf_small(amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
+    """Return the E4M3 scale code of each block, as NNCF computes it for fewer than 10000 elements.
+
+    code = E4M3(float16(max(amax / 6, 2^-23) / tensor.decode)). Otherwise, this rule is code_nncf.
+    """
+    return _half_scale(factor_nncf_small(amax, amax, tensor, recipe, dtype) / tensor.decode)
+
+
+def factor_nncf_small(codes: Array, amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
+    """Return the divisor of each block's elements in NNCF, for small tensors: max(amax / 6, 2^-23)."""
+    return nncf_scale(amax, recipe.element.max, True)
+
+
+def _half_scale(scale: Array) -> Array:
+    """Return the E4M3 codes of block scales that are rounded to float16 first. Scales above 464 give a NaN code."""
+    return encode(show("block scale before rounding", scale), E4M3, "rnh")
+
+
+def code_onednn(amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
+    """Return the E4M3 scale code of each block, as oneDNN computes it: E4M3(float16(amax / 6)), or that of 1 for zeros.
+
+    6 stands for the largest element value. Both roundings are to nearest even. Quotients above 464, also NaN, give a
+    NaN code. tensor and dtype are not used. Source: oneDNN, ref matmul with dynamic_fp destination scales.
+    """
+    return _half_scale(np.where(amax == 0, ONE, amax / recipe.element.max))
+
+
+factor_onednn = factor_jax
+
+
 _INFINITY_BITS = 0x7F800000
 
 
@@ -975,6 +1218,33 @@ def factor_fouroversix(codes: Array, amax: Array, tensor: TensorScale, recipe: R
 
 
 factor_fouroversix_4 = factor_fouroversix
+
+
+# ---- TE's windows of 64 elements, and Hugging Face's kernels ----
+
+code_te_1x64 = code_te
+
+
+def factor_te_1x64(codes: Array, amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
+    """Return the factor of each block in TE's NVFP4Quantizer1x64Ref: tensor.encode / scale, or 0 if scale is 0.
+
+    scale is the value of the scale code, and tensor.encode the encode scale of the window. A NaN scale gives NaN. amax,
+    recipe and dtype are not used.
+    """
+    scale = decode_scale(codes)
+    return np.where(scale == 0, ZERO, tensor.encode / scale)
+
+
+code_hf_kernels = code_fouroversix  # E4M3((amax / 6) * tensor.encode)
+
+
+def factor_hf_kernels(codes: Array, amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
+    """Return the factor of each block in nvfp4-gemm's quantize_reference: tensor.encode / max(scale, 1e-12).
+
+    scale is the value of the scale code, and tensor.encode the encode scale of the tensor. A NaN scale gives NaN. amax,
+    recipe and dtype are not used.
+    """
+    return tensor.encode / np.maximum(decode_scale(codes), np.float32(1e-12))
 
 
 def code_qwix(amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:

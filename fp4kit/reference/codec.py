@@ -138,6 +138,15 @@ def _wrapped_magnitude(a: Array) -> Array:
     return np.where(rounded < 8, encode_magnitude(a, E2M1), ((bits >> 6) - 2 * 126).astype(np.uint8) & 15)
 
 
+def _through_float16(a: Array, fmt: ElementFormat) -> Array:
+    """Return the codes that a >= 0 gets by the rounding "rnh". The code after the largest is infinity or NaN."""
+    with np.errstate(over="ignore"):
+        half = a.astype(np.float16).astype(np.float32)
+    beyond = fmt.max + np.float32(2.0 ** (fmt.emax - fmt.mantissa_bits))
+    codes = codes_of(np.minimum(half, beyond), fmt.emin, fmt.mantissa_bits, ROUNDINGS["rn"])
+    return codes.astype(np.uint8)
+
+
 def encode(
     x: Array,
     fmt: ElementFormat,
@@ -157,6 +166,8 @@ def encode(
     - "rns": nearest even, computed through the rounded sum a + 0.5
     - "rnw": nearest value of E2M1 as if it had no largest value (nearest_unbounded), for E2M1 only. The code of a
       rounded magnitude of 8 or more wraps to four bits, and the sign sets bit 3. So 8 and -8 both have code 8.
+    - "rnh": rounded to float16 and then to nearest even, for 8-bit formats with a NaN. Magnitudes that round beyond the
+      largest value become infinity, or NaN in a format without infinity
     - "first": the code whose value times step is nearest, ties to the lowest code (first_of_least)
 
     Args:
@@ -175,8 +186,9 @@ def encode(
         ValueError: rounding is another name, for E8M0.
 
     Numerics:
-        Finite values beyond the largest and +-inf become +-max, also in a format with an infinity. "rnw" is the
-        exception: it has no largest value, and treats inf as NaN. Subnormal values and subnormal codes are kept.
+        Finite values beyond the largest and +-inf become +-max, also in a format with an infinity. There are two
+        exceptions: "rnh" does not saturate, and "rnw" has no largest value, and treats inf as NaN. Subnormal values and
+        subnormal codes are kept.
         Integers are rounded and then clamped to [-2^(bits-1), 2^(bits-1) - 1].
     """
     if not fmt.has_zero:
@@ -202,6 +214,8 @@ def _encode_float(x: Array, fmt: ElementFormat, rounding: str, sign: Sign, step:
     a = np.abs(x)
     if rounding == "first":
         codes = first_of_least(a, fmt, step)
+    elif rounding == "rnh":
+        codes = _through_float16(a, fmt)
     else:
         codes = _wrapped_magnitude(a) if rounding == "rnw" else encode_magnitude(a, fmt, rounding)
     codes |= np.where(SIGNS[sign](x, codes), np.uint8(fmt.sign_bit), np.uint8(0))

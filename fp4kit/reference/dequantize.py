@@ -117,6 +117,13 @@ DECODE_RULES: dict[str, Callable[..., Array]] = {
     "fp8_compressed_tensors": _product,
     "fp8_comfy_kitchen_float16": lambda v, s, t, r: v * round_to(np.asarray(t.decode), HALF),
     "fp8_comfy_kitchen_bfloat16": lambda v, s, t, r: v * round_to(np.asarray(t.decode), BFLOAT16),
+    # Source: TE custom_recipes/quantization_nvfp4_1x64.py
+    "te_1x64": lambda v, s, t, r: v * _e4m3(s) / t.encode,
+    # Source: kernels-community nvfp4-gemm quantize_reference
+    "hf_kernels": lambda v, s, t, r: v * np.maximum(_e4m3(s), np.float32(1e-12)) / t.encode,
+    # OpenVINO, with the inference precision float32: it reads the product of both scales as float16
+    "nncf": lambda v, s, t, r: v * round_to(_e4m3(s) * t.decode, HALF),
+    "e8m0_nncf": lambda v, s, t, r: v * round_to(_e8m0(s, np.nan), HALF),
     "int_modelopt": lambda v, s, t, r: _int_modelopt(v, t),
     # OCP MX v1.0: code 255 gives NaN
     "e8m0": lambda v, s, t, r: v * _e8m0(s, np.nan),
@@ -209,11 +216,13 @@ def may_keep_codes(q: Any, target: Recipe) -> bool:
     - target is not NVFP4 with one scale per tensor
     - blocks of q and of target have different numbers of rows
     - the columns of q's block are not a multiple of those of target's block
+    - target decodes with scales that are rounded to float16, as NNCF does
 
     The values of the scales are not checked here, but by keep_codes.
     """
     source = q.recipe
-    if not (source.element == target.element == E2M1 and source.scale == E8M0 and target.scale == E4M3):
+    rounds_scale = target.decode_rule == "nncf"
+    if not (source.element == target.element == E2M1 and source.scale == E8M0 and target.scale == E4M3) or rounds_scale:
         return False
     if target.tensor_scaling != "tensor" or source.block is None or target.block is None or not q.packed.size:
         return False

@@ -82,7 +82,8 @@ def factor_of(scales: Array, tensor: TensorScale, recipe: Recipe) -> Array:
         factor = min(1 / (scale * tensor.decode), FLT_MAX)
 
     scale is the value of a scale code, and tensor.decode the decode scale of the tensor. A scale of 0 gives FLT_MAX,
-    and a NaN scale gives NaN. If recipe.flush is set, subnormals count as zero.
+    and a NaN scale gives NaN. If recipe.flush is set, subnormals count as zero. With block rule four_over_six_cute,
+    1 / tensor.encode takes the place of tensor.decode.
 
     If recipe.lane_sums is set, the function factor_fouroversix of block_rules_e4m3_serving.py computes the factors
     instead.
@@ -90,7 +91,12 @@ def factor_of(scales: Array, tensor: TensorScale, recipe: Recipe) -> Array:
     if recipe.lane_sums:
         return factor_fouroversix(scales, tensor.amax, tensor, recipe, np.dtype(np.float32))
     multiply, divide = ARITHMETIC[recipe.flush]
-    return np.minimum(divide(ONE, multiply(decode(scales, E4M3), tensor.decode)), FLT_MAX)
+    decode_scale = ONE / tensor.encode if _is_cute(recipe) else tensor.decode
+    return np.minimum(divide(ONE, multiply(decode(scales, E4M3), decode_scale)), FLT_MAX)
+
+
+def _is_cute(recipe: Recipe) -> bool:
+    return recipe.block_rule == "four_over_six_cute"  # FlashInfer's kernel in CuTe-DSL, which gets encode alone
 
 
 def _scaled(factor: Array, blocks: Array, recipe: Recipe) -> Array:
@@ -127,17 +133,17 @@ def leaves_zero_blocks(recipe: Recipe) -> bool:
     FlashInfer skips zero blocks, so their elements lose the sign. With other recipes, -0 keeps its sign bit if the
     recipe says so.
     """
-    return recipe.four_over_six is not None and recipe.flush
+    return recipe.four_over_six is not None and (recipe.flush or _is_cute(recipe))
 
 
-def is_zero_block(amax: Array) -> Array:
-    """Return a mask of the blocks that FlashInfer treats as zero: those whose amax is 0 or subnormal."""
-    return np.abs(amax) < FLT_MIN
+def is_zero_block(amax: Array, recipe: Recipe) -> Array:
+    """Return a mask of the blocks that FlashInfer treats as zero: those whose amax is 0 or, if flushed, subnormal."""
+    return np.abs(amax) < FLT_MIN if recipe.flush else amax == 0
 
 
 def _without_zero_blocks(codes: Array, amax: Array, recipe: Recipe) -> Array:
     """Return codes with code 0 for all elements of zero blocks, if the recipe's producer skips such blocks."""
-    return np.where(is_zero_block(amax)[..., None], np.uint8(0), codes) if leaves_zero_blocks(recipe) else codes
+    return np.where(is_zero_block(amax, recipe)[..., None], np.uint8(0), codes) if leaves_zero_blocks(recipe) else codes
 
 
 def _decoded(scaled: Array, tensor: TensorScale, recipe: Recipe) -> Array:

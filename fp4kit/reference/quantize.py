@@ -12,6 +12,7 @@ import numpy as np
 
 from fp4kit.formats import E8M0, IntegerOrFloat, Packing, PairedMicroexponents
 from fp4kit.recipes import Recipe, rules
+from fp4kit.recipes.schema import encodes_first
 from fp4kit.reference.arith import Array, Dtype, multiply_ftz, reciprocal_or_zero, round_to
 from fp4kit.reference.block_rules import BLOCK_RULES
 from fp4kit.reference.codec import (
@@ -197,6 +198,10 @@ def encode_elements(
     if recipe.apply == "compare" and random is None:
         codes = encode(blocks, recipe.element, recipe.rounding, recipe.sign, recipe.nan_code, factor)
         return show("code", codes, recipe.element)
+    if encodes_first(recipe):
+        encode_scale = tensor.encode[..., None]
+        blocks = multiply_ftz(blocks, encode_scale) if recipe.flush else blocks * encode_scale
+        show("element times tensor encode scale", blocks)
     scaled = show(_SCALED_NAMES[recipe.apply], _scale_elements(blocks, factor, recipe))
     if recipe.round_scaled:
         scaled = show("scaled element, in the dtype of x", round_to(scaled, dtype))
@@ -211,6 +216,9 @@ def encode_elements(
     if isinstance(recipe.element, PairedMicroexponents):
         show("microexponent of the pair", recipe.element.microexponents(scaled).astype(np.float32))
     codes = encode(scaled, recipe.element, recipe.rounding, recipe.sign, recipe.nan_code)
+    if recipe.nan_sign:
+        negative = np.where(np.isnan(blocks), np.signbit(blocks), ~np.isnan(factor)) & np.isnan(scaled)
+        codes = codes | np.where(negative, np.uint8(recipe.element.sign_bit), np.uint8(0))
     if recipe.repacked:
         show("code before packing", codes, recipe.element)
         codes = _repacked(codes, scaled, factor, recipe, dtype)

@@ -21,6 +21,7 @@ from fp4kit.reference.arith import (
     ZERO,
     Array,
     Dtype,
+    divide_full,
     multiply_ftz,
     reciprocal_approx_ftz,
     reciprocal_or_zero,
@@ -329,6 +330,32 @@ def tensor_sglang_online(amax: Array, recipe: Recipe, dtype: Dtype) -> Pair:
     return ONE / decode_scale, decode_scale
 
 
+def tensor_te_1x64(amax: Array, recipe: Recipe, dtype: Dtype) -> Pair:
+    """Return the tensor scales (encode, decode) of a window of 64 elements in TE's NVFP4Quantizer1x64Ref.
+
+        encode = min(2688 / max(amax, 1e-12), FLT_MAX), or 1 if the quotient is 0
+        decode = 1 / encode
+
+    2688 stands for full_range(recipe). The quotient is 0 only if amax is infinite. NaN stays NaN. dtype is not used.
+    """
+    encode_scale = np.minimum(full_range(recipe) / np.maximum(amax, np.float32(1e-12)), FLT_MAX)
+    encode_scale = np.where(encode_scale == 0, ONE, encode_scale)
+    return encode_scale, ONE / encode_scale
+
+
+def tensor_hf_kernels(amax: Array, recipe: Recipe, dtype: Dtype) -> Pair:
+    """Return the tensor scales (encode, decode) of Hugging Face's nvfp4-gemm kernel.
+
+        encode = (1 / max(amax, 1e-12)) * 2688
+        decode = 1 / encode
+
+    2688 stands for full_range(recipe). The quotient and the product are rounded one after the other. An infinite amax
+    gives encode = 0, and NaN gives NaN. dtype is not used.
+    """
+    encode_scale = ONE / np.maximum(amax, np.float32(1e-12)) * full_range(recipe)
+    return encode_scale, ONE / encode_scale
+
+
 def tensor_auto_round(amax: Array, recipe: Recipe, dtype: Dtype) -> Pair:
     """Return the tensor scales (encode, decode) of auto-round.
 
@@ -397,6 +424,84 @@ def tensor_comfy_kitchen_cuda(amax: Array, recipe: Recipe, dtype: Dtype) -> Pair
     reciprocal.
     """
     decode_scale = round_to(np.asarray(amax * (ONE / full_range(recipe)), np.float32), dtype)
+    return ONE / decode_scale, decode_scale
+
+
+def tensor_jax_gpu(amax: Array, recipe: Recipe, dtype: Dtype) -> Pair:
+    """Return the tensor scales (encode, decode) of JAX on a GPU.
+
+        decode = amax / 2688
+        encode = 1 / decode, by PTX div.full.f32
+
+    2688 stands for full_range(recipe). An amax of 0, inf or NaN is not treated specially. dtype is not used.
+    """
+    decode_scale = np.asarray(amax / full_range(recipe), np.float32)
+    return divide_full(ONE, decode_scale), decode_scale
+
+
+_NNCF_EPSILON = np.float32(2.0**-23)  # NNCF replaces smaller amaxes, or smaller scales, by this
+
+
+def nncf_scale(amax: Array, largest: np.float32, is_small: bool) -> Array:
+    """Return NNCF's scale of a block: max(amax / largest, eps) in a small tensor, otherwise max(amax, eps) / largest.
+
+    eps is 2^-23, and NaN stays NaN. A tensor is small if it has fewer than 10000 elements.
+    """
+    if is_small:
+        scale = amax / largest
+        return np.where(scale < _NNCF_EPSILON, _NNCF_EPSILON, scale)
+    return np.where(amax < _NNCF_EPSILON, _NNCF_EPSILON, amax) / largest
+
+
+def _nncf(amax: Array, recipe: Recipe, blocks_are_small: bool, scales_are_small: bool) -> Pair:
+    largest_scale = nncf_scale(amax, recipe.element.max, blocks_are_small)
+    decode_scale = np.asarray(nncf_scale(largest_scale, np.float32(recipe.scale_max), scales_are_small), np.float32)
+    return ONE / decode_scale, decode_scale
+
+
+def tensor_nncf(amax: Array, recipe: Recipe, dtype: Dtype) -> Pair:
+    """Return the tensor scales (encode, decode) of NNCF for at least 10000 blocks of 16 elements.
+
+        decode = max(max(amax, 2^-23) / 6, 2^-23) / 448
+        encode = 1 / decode
+
+    6 stands for the largest element value, and 448 for the largest block scale. NaN stays NaN. dtype is not used.
+    Source: NNCF weight_compression/weight_lowering.py.
+    """
+    return _nncf(amax, recipe, False, False)
+
+
+def tensor_nncf_medium(amax: Array, recipe: Recipe, dtype: Dtype) -> Pair:
+    """Return the tensor scales (encode, decode) of NNCF for at least 10000 elements in fewer than 10000 blocks.
+
+    decode = max(max(amax, 2^-23) / 6 / 448, 2^-23). Otherwise, this rule is tensor_nncf.
+    """
+    return _nncf(amax, recipe, False, True)
+
+
+def tensor_nncf_small(amax: Array, recipe: Recipe, dtype: Dtype) -> Pair:
+    """Return the tensor scales (encode, decode) of NNCF for fewer than 10000 elements.
+
+    decode = max(max(amax / 6, 2^-23) / 448, 2^-23). Otherwise, this rule is tensor_nncf.
+    """
+    return _nncf(amax, recipe, True, True)
+
+
+def tensor_fp4_nncf(amax: Array, recipe: Recipe, dtype: Dtype) -> Pair:
+    """Return the scales (encode, decode) of a block of NNCF's FP4: decode = max(amax, 2^-23) / 6, encode = 1 / decode.
+
+    Elements are divided by decode, instead of being multiplied by encode. dtype is not used.
+    """
+    decode_scale = nncf_scale(amax, recipe.element.max, False)
+    return ONE / decode_scale, decode_scale
+
+
+def tensor_fp4_nncf_small(amax: Array, recipe: Recipe, dtype: Dtype) -> Pair:
+    """Return the scales (encode, decode) of a block of NNCF's FP4 in a tensor of fewer than 10000 elements.
+
+    decode = max(amax / 6, 2^-23). Otherwise, this rule is tensor_fp4_nncf.
+    """
+    decode_scale = nncf_scale(amax, recipe.element.max, True)
     return ONE / decode_scale, decode_scale
 
 

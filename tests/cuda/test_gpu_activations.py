@@ -19,10 +19,12 @@ NAMES = (
     *(name for name in fp4kit.recipes() if "token" in name),
     *("nvfp4-compressed-tensors-static", "fp8-compressed-tensors", "fp8-compressed-tensors-group"),
     *("fp8-modelopt-channel-cpu", "nvfp4-flashinfer-static"),
-    *("nvfp4-vllm-static-divisor", "nvfp4-vllm-online", "nvfp4-sglang-online"),
+    *("nvfp4-vllm-static-divisor", "nvfp4-vllm-online", "nvfp4-sglang-online-a022252"),
+    *("nvfp4-sglang-online", "nvfp4-hf-kernels"),
 )
 FEW = (  # one per tensor rule
-    *("nvfp4-flashinfer-token", "nvfp4-flashinfer-token-precise", "nvfp4-sglang-online"),
+    *("nvfp4-flashinfer-token", "nvfp4-flashinfer-token-precise", "nvfp4-sglang-online-a022252"),
+    "nvfp4-sglang-online",
     *("fp8-compressed-tensors-token", "fp8-modelopt-channel-cpu"),
 )
 LOADED = {  # decode rule of transformers for the weights that it loads -> recipes of such weights

@@ -1,6 +1,7 @@
 """Test recipes of serving libraries on a GPU, or on the simulated one.
 
-These are vLLM, triton_kernels, Quark, auto-round, fouroversix, SGLang, DeepGEMM, qwix and torchao 0.18.
+These are vLLM, triton_kernels, Quark, auto-round, fouroversix, SGLang, DeepGEMM, qwix, torchao 0.18, JAX, miles, NNCF,
+oneDNN and the kernels of Hugging Face.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from fp4kit.recipes import RECIPES
 pytestmark = ON_GPU
 
 PRODUCERS = ("vllm", "triton-kernels", "quark", "auto-round", "fouroversix", "sglang", "deepgemm", "qwix")
+PRODUCERS += ("jax", "miles", "nncf", "onednn", "hf-kernels")
 NAMES = [
     name
     for name, r in RECIPES.items()
@@ -29,7 +31,8 @@ NAMES = [
 FEW = (  # a rule from each header, each kind of rounding, and a factor that depends on the amax
     *("nvfp4-vllm-emulation-cuda", "nvfp4-fouroversix-absmax", "nvfp4-fouroversix-mae", "mxfp4-vllm"),
     *("mxfp4-triton-kernels", "mxfp4-quark-floor", "mxfp4-auto-round", "mxfp4-sglang-kv", "mxfp8-qwix"),
-    *("mxfp8-quark-even", "mxfp4-torchao-even-018", "mxfp8-torchao-rceil-018"),
+    *("mxfp8-quark-even", "mxfp4-torchao-even-018", "mxfp8-torchao-rceil-018", "nvfp4-jax-gpu-global", "mxfp8-nncf"),
+    *("mxfp4-miles-dsv4", "nvfp4-nncf-small"),
 )
 DTYPES = (np.float32, np.float16, ml_dtypes.bfloat16)
 

@@ -36,6 +36,7 @@ FORMATS = {
     "mxfp6": ("E2M3 E3M2", "E8M0"),
     "mxfp8": ("E4M3 E5M2", "E8M0"),
     "fp8": ("E4M3 E5M2", None),
+    "fp4": ("E2M1", None),
     "nvint4": ("INT4", "E4M3"),
     "if4": ("IF4", "E4M3"),
     "int8": ("INT8", None),
@@ -48,7 +49,7 @@ def test_ids():
     assert [r.id for r in RECIPES.values()] == list(RECIPES)
     plain = {replace(r, id="any", source="", exact="", versions=None) for r in RECIPES.values()}
     assert len(plain) == len(RECIPES)  # no two names share one rule
-    assert all(re.fullmatch(r"(nvfp4|nvint4|if4|mxfp[468]|fp8|int[48])(-[a-z0-9]+)+", name) for name in RECIPES)
+    assert all(re.fullmatch(r"(nvfp4|nvint4|if4|mxfp[468]|fp[48]|int[48])(-[a-z0-9]+)+", name) for name in RECIPES)
 
 
 def test_a_row_sets_the_fields_that_it_names():

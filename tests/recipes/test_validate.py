@@ -45,7 +45,7 @@ WRONG = [  # (recipe, the replaced fields, the error, its text after "Recipe <id
     ("nvfp4-te", {"decode_rule": None}, V, "decode_rule is None; needs one of product, te"),
     ("nvfp4-te", {"fake_rule": "te"}, V, "fake_rule is 'te'; needs one of nvfp4_modelopt_triton"),
     ("nvfp4-te", {"apply": "div"}, V, "apply is 'div'; needs one of multiply, divide, compare"),
-    ("nvfp4-te", {"rounding": "up"}, V, "rounding is 'up'; needs one of rn, rz, rna, rnz, rns, rnw, first"),
+    ("nvfp4-te", {"rounding": "up"}, V, "rounding is 'up'; needs one of rn, rz, rna, rnz, rns, rnw, rnh, first"),
     ("mxfp6-compressed-tensors", {"rounding": "rnw"}, V, "rounding is 'rnw'; needs E2M1, because it continues"),
     ("nvfp4-te-4over6-mse-256-fasterr", {"rounding": "rnw"}, V, "fast_error is True; needs flush=False and a"),
     ("nvfp4-te", {"rounding": ["rn"]}, V, "rounding is ['rn']; needs one of rn"),
@@ -143,6 +143,11 @@ WRONG = [  # (recipe, the replaced fields, the error, its text after "Recipe <id
     ("int8-modelopt", {"sign": "negative"}, V, "needs 'signbit' for INT8"),
     ("fp8-modelopt", {"static": True}, V, "static is True; needs block scales"),
     ("mxfp4-flashinfer", {"nan_is_max": True}, V, "needs an element format with a NaN, and no nan_code"),
+    ("mxfp4-torchao-rceil", {"rounding": "rnh"}, V, "needs an 8-bit float format with a NaN"),
+    ("mxfp8-onednn", {"repacked": True}, V, "repacked is True; needs float elements"),
+    ("int8-modelopt", {"nan_sign": True}, V, "nan_sign is True; needs a float format with a sign"),
+    ("mxfp4-gguf", {"nan_sign": True}, V, "needs a float format with a sign, a rounding to nearest"),
+    ("mxfp4-nncf", {"nan_sign": 1}, T, "nan_sign is 1; needs True or False"),
     ("mxfp8-flashinfer", {"nan_code": 3}, V, "needs an element format with a NaN, and no nan_code"),
     ("int8-modelopt", {"rounding": "first", "fake_rule": None}, V, "rounding is 'first'; needs a float format"),
     ("nvfp4-te", {"search": "mse"}, V, "search is 'mse'; needs one of auto_round_powers, auto_round_percents"),
@@ -289,7 +294,7 @@ def test_names_of_rules_are_those_of_the_specification():
     assert named(tensor_rules, "tensor_") - {"scale"} == {*rules.TENSOR_RULES}
     assert {*dequantize.DECODE_RULES} == {*rules.DECODE_RULES}
     assert {*fake.FAKE_RULES} == {*rules.FAKE_RULES}
-    assert set(rules.ROUNDINGS) == {*ROUNDINGS, "rnw", "first"} and set(rules.SIGNS) == set(codec.SIGNS)
+    assert set(rules.ROUNDINGS) == {*ROUNDINGS, "rnw", "rnh", "first"} and set(rules.SIGNS) == set(codec.SIGNS)
 
 
 def test_names_of_rules_are_those_of_the_kernels():

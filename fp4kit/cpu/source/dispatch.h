@@ -67,14 +67,15 @@ struct DecoderEntry {
 // The compiled code of one block rule. A rule uses either `scales` or `choose`; the other pointer is nullptr.
 //   scales              for most rules: the functions that find scales from amaxes, indexed by InputKind
 //   choose              for the rules of 4over6 and IF4: the function that chooses between two candidates by errors
-//   clears_zero_blocks  true if blocks whose amax is below kFltMin get the code 0, without sign, for all elements
+//   clears              for the rules of 4over6: the function that returns whether all codes of a block are 0
 //   factors_by_code     true if a factor depends only on the scale code and the tensor scale, not on the amax
 //   selects_integers    true if blocks whose scale code has bit 7 set get INT4 codes
 struct BlockRuleEntry {
   const char* key;
   const BlockScales* scales;
   ChooseFunction choose;
-  bool clears_zero_blocks, factors_by_code, selects_integers;
+  bool (*clears)(float amax);
+  bool factors_by_code, selects_integers;
 };
 
 // The compiled code of one tensor rule. `scale` is an array of functions, indexed by InputKind, that return the tensor
@@ -92,7 +93,7 @@ struct TensorRuleEntry {
 //   unused_bits         kUnusedBits (exact_division.h), or 0 if multipliers must not replace divisors
 //   divides             true if elements are divided by factors, false if they are multiplied by them
 //   allows_zero_factor  true if a factor of 0 is valid
-//   then_encodes        true if elements are also multiplied by the tensor's encode scale, after the factor
+//   then_encodes        true if elements are also multiplied by the tensor's encode scale
 //   flushes             true if subnormal factors and elements are flushed to zero
 //   is_nibble           true if codes have 4 bits and are stored two per byte
 //   wraps               kWraps of encode_elements.h

@@ -9,11 +9,12 @@ namespace {
 
 // A stand-in for the element arithmetics that have these properties, the only ones that affect stochastic rounding.
 // Arithmetics that differ only in nearest rounding, or in how they treat signs, thus share one compiled function.
-template <class F, bool divides, bool flushes, bool rounds_scaled, bool then_encodes, bool in_float16>
+template <class F, bool divides, bool flushes, bool rounds_scaled, bool then_encodes, bool encodes_first,
+          bool in_float16>
 struct Stochastic {
   using Format = F;
   static constexpr bool kDivide = divides, kCompare = false, kFlush = flushes, kRoundScaled = rounds_scaled,
-                        kThenEncode = then_encodes, kStochasticFloat16 = in_float16;
+                        kThenEncode = then_encodes, kEncodeFirst = encodes_first, kStochasticFloat16 = in_float16;
 };
 
 // Return the function that encodes elements of type In by the element arithmetic E with stochastic rounding. Return
@@ -23,9 +24,9 @@ constexpr EncodeFunction stochastic_of() {
   if constexpr (E::Format::kIsInteger)
     return nullptr;
   else
-    return encode_elements<
-        Stochastic<typename E::Format, E::kDivide, E::kFlush, E::kRoundScaled, E::kThenEncode, E::kStochasticFloat16>,
-        In, true>;
+    return encode_elements<Stochastic<typename E::Format, E::kDivide, E::kFlush, E::kRoundScaled, E::kThenEncode,
+                                      E::kEncodeFirst, E::kStochasticFloat16>,
+                           In, true>;
 }
 
 // The fields of an entry (ElementEntry) that depend on the input type, indexed by InputKind. kEncodes[0] holds the

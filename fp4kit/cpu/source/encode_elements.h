@@ -107,10 +107,12 @@ static __forceinline__ u32 nearest_e2m1_of(float a) {
 }
 
 // Return the scaled element of x, before it is rounded to a code. It is x multiplied or divided by the block's factor,
-// then rounded to In if E::kRoundScaled, and then multiplied by tensor_encode if E::kThenEncode. If E::kFlush, the
-// method `general` first replaces a subnormal x by zero; with the other methods, such an x has the code of zero anyway.
+// then rounded to In if E::kRoundScaled. If E::kThenEncode, it is also multiplied by tensor_encode: before the factor
+// if E::kEncodeFirst, otherwise at the end. If E::kFlush, the method `general` first replaces a subnormal x by zero;
+// with the other methods, such an x has the code of zero anyway.
 template <class E, class In, Method kMethod>
 static __forceinline__ float scaled(float x, Divisor factor, float tensor_encode) {
+  if constexpr (E::kEncodeFirst) x = E::kFlush ? mul_ftz(x, tensor_encode) : x * tensor_encode;
   if constexpr (E::kFlush && kMethod == Method::general) x = flush(x);
   float y;
   if constexpr (!E::kDivide || kMethod == Method::multiplier) {
@@ -123,7 +125,7 @@ static __forceinline__ float scaled(float x, Divisor factor, float tensor_encode
     y = fma_rn(x, factor.reciprocal, x * factor.correction);
   }
   if constexpr (E::kRoundScaled) y = Input<In>::rounded(y);
-  if constexpr (E::kThenEncode) y = y * tensor_encode;
+  if constexpr (E::kThenEncode && !E::kEncodeFirst) y = y * tensor_encode;
   return y;
 }
 

@@ -219,13 +219,13 @@ struct Encoder {
     return true;
   }
 
-  // In call.packed, store the code 0 for all elements of those blocks of a panel whose amax is below kFltMin, and leave
+  // In call.packed, store the code 0 for all elements of those blocks of a panel that the rule clears, and leave
   // other blocks as they are. `amax` holds the amaxes of the `blocks` blocks. The library whose results the recipe
   // reproduces returns early for such blocks, so their codes have no signs. Codes must have 4 bits.
-  void clear_zero_blocks(const Rectangle& panel, const float* amax, i64 blocks) const {
+  void clear_zero_blocks(const Rectangle& panel, const float* amax, i64 blocks, bool (*clears)(float)) const {
     const i64 bytes = call.block / 2;
     for (i64 b = 0; b < blocks; ++b)
-      for (i64 i = 0; amax[b] < kFltMin && i < panel.rows; ++i)
+      for (i64 i = 0; clears(amax[b]) && i < panel.rows; ++i)
         std::memset(call.packed + (panel.row + i) * call.packed_step + panel.column / 2 + b * bytes, 0, bytes);
   }
 
@@ -284,8 +284,8 @@ struct Encoder {
     }
     if (panel.rows == 1) prefetch(x.data + panel.columns, panel.columns);
     for (i64 i = 0; i < panel.rows; ++i) encode_row(x.data + i * x.step, panel, panel.row + i, factors);
-    if (call.block_rule >= 0 && kBlockRules[call.block_rule].clears_zero_blocks)
-      clear_zero_blocks(panel, scale_amax, count);
+    if (call.block_rule >= 0 && kBlockRules[call.block_rule].clears)
+      clear_zero_blocks(panel, scale_amax, count, kBlockRules[call.block_rule].clears);
     if (call.block_rule >= 0 && kBlockRules[call.block_rule].selects_integers)
       encode_integer_blocks(x, panel, codes, block_factors, count);
     return true;

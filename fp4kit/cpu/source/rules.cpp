@@ -8,6 +8,22 @@
 
 namespace {
 
+// The structs R of the entries of recipes.inc, except those of 4over6.
+template <class ElementFormat, class ScaleFormat, class Rule, int kMaxScale, bool kKeepsInfinity, bool kPropagatesNan>
+struct BlockRuleOf {
+  using Element = ElementFormat;
+  using Scale = ScaleFormat;
+  using BlockRule = Rule;
+  static constexpr int kScaleMax = kMaxScale;
+  static constexpr bool kKeepInfinity = kKeepsInfinity, kPropagateNan = kPropagatesNan;
+};
+template <class ElementFormat, class Rule, int kMaxScale>
+struct TensorRuleOf {
+  using Element = ElementFormat;
+  using TensorRule = Rule;
+  static constexpr int kScaleMax = kMaxScale;
+};
+
 // A stand-in for all recipes whose block rules inherit the function `factor` from Base. Thus they share one compiled
 // function, because Base::factor reads nothing else of a recipe.
 template <class Base>
@@ -54,11 +70,12 @@ constexpr TensorScaleFunction kTensorScale[kInputs] = {tensor_scale<R, Float32>,
 // The rules of 4over6 and IF4 have only a function that chooses between two candidates, so their `scales` are nullptr.
 // For all other rules, `choose` is nullptr.
 constexpr BlockRuleEntry kBlockRuleEntries[] = {
-#define FP4KIT_BLOCK_RULE(key, R) {key, kBlockScales<R>, nullptr, false, !R::BlockRule::kReadsAmax, false},
-#define FP4KIT_FOUR_OVER_SIX_RULE(key, R) {key, nullptr, choose_scales<R>, R::kFlush, false, kHasTwoFormats<R>},
+#define FP4KIT_BLOCK_RULE(key, ...) \
+  {key, kBlockScales<__VA_ARGS__>, nullptr, nullptr, !__VA_ARGS__::BlockRule::kReadsAmax, false},
+#define FP4KIT_FOUR_OVER_SIX_RULE(key, R) {key, nullptr, choose_scales<R>, clears<R>, false, kHasTwoFormats<R>},
     FP4KIT_BLOCK_RULES FP4KIT_FOUR_OVER_SIX_RULES};
 constexpr TensorRuleEntry kTensorRuleEntries[] = {
-#define FP4KIT_TENSOR_RULE(key, R) {key, kTensorScale<R>},
+#define FP4KIT_TENSOR_RULE(key, ...) {key, kTensorScale<__VA_ARGS__>},
     FP4KIT_TENSOR_RULES};
 
 }  // namespace

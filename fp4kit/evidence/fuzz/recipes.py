@@ -215,6 +215,7 @@ CHANGES: dict[str, Sequence[Any]] = {
     "stochastic": tuple(rules.STOCHASTICS),
     "repacked": FLAGS,
     "nan_is_max": FLAGS,
+    "nan_sign": FLAGS,
     "four_over_six": rules.ERRORS,
     "fast_error": FLAGS,
     "lane_sums": FLAGS,

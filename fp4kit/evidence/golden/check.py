@@ -113,6 +113,7 @@ class RecordedCase:
         for file, key in places:
             if key in self.golden.keys(file):
                 array = self.golden.get(file, key)
+                array = array.reshape(len(self.x), -1) if self.row.window else array
                 return array.view(ml_dtypes.bfloat16) if array.dtype == np.uint16 else array
         return None
 
@@ -166,8 +167,10 @@ def cases(row: GoldenRow, golden: GoldenSet, engine: ComparedEngine = SPECIFICAT
     r = recipe(row.recipe)
     r = r if row.block is None else replace(r, block=row.block)
     for name in golden.variants(row.file).get(row.variant, ()):
-        if name.endswith(row.inputs):
-            x = golden.input(name, row.file)
+        x = golden.input(name, row.file)
+        if row.window:
+            x = np.ascontiguousarray(x.T if row.variant.endswith("_T") else x).reshape(-1, row.window)
+        if row.takes(name, x.size):
             yield RecordedCase(row, golden, name, r, x.astype(np.float32) if row.widen else x, engine)
 
 
@@ -282,17 +285,30 @@ def _element_codes(case: RecordedCase, recorded: np.ndarray) -> tuple[np.ndarray
     return _unsign_nan(ours, case.recipe.element), _unsign_nan(recorded, case.recipe.element)
 
 
+_DECODE_SCALES = (
+    "modelopt",
+    "ao",
+    "quark",
+    "comfy_kitchen",
+    "jax",
+    "jax_gpu",
+    "nncf",
+)  # global_scale multiplies values
+
+
 def _tensor_arrays(case: RecordedCase) -> Iterator[Compared]:
     """Yield one item per recorded array of a case: the tensor amax, tensor scales and block amaxes."""
     amax, scale, block = case.part("global_amax"), case.part("global_scale"), case.part("block_amax")
     own, given = case.q.tensor_amax, case.row.given_amaxes
+    if (windows := case.part("window_amax")) is not None:
+        yield case.compared("window_amax", own.reshape(-1), windows.reshape(-1))
     if amax is not None and not given:
         yield case.compared("global_amax", np.maximum(own, np.float32(case.row.min_amax)).reshape(-1), amax.reshape(-1))
     if scale is not None and given == "global_scale":
         yield case.compared("global_scale", own.reshape(-1), scale)
     elif scale is not None and own is not None:
         both = tensor_scale(own, case.recipe, case.x.dtype)
-        ours = both.decode if case.row.file in ("modelopt", "ao", "quark", "comfy_kitchen") else both.encode
+        ours = both.decode if case.row.file in _DECODE_SCALES else both.encode
         yield case.compared("global_scale", ours.reshape(-1), scale.reshape(-1))
     if (token := case.part("token_scale")) is not None:
         yield case.compared("token_scale", case.q.tensor_scale, token)
@@ -321,7 +337,9 @@ def _stored_arrays(case: RecordedCase, skip: np.ndarray) -> Iterator[Compared]:
     for part in ("scale_applied", "scale"):
         if (applied := case.part(part)) is not None:
             has_blocks = case.recipe.block_rule is not None
-            ours = _applied_scales(case.x, case.recipe) if has_blocks else case.q.tensor_scale.reshape(-1)
+            ours = _applied_scales(case.x, case.recipe) if has_blocks else case.q.tensor_scale.reshape(applied.shape)
+            with np.errstate(over="ignore"):
+                ours = ours.astype(applied.dtype)
             yield case.compared(part, ours, applied)
     if (values := case.part("values")) is not None:
         # NaN values are not compared, because E2M1 has no code for NaN.

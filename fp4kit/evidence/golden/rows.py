@@ -38,6 +38,9 @@ class GoldenRow:
         min_scale: the smallest scale byte that the producer records; smaller scales of fp4kit are raised to it.
         searched: how search_scales chooses the block amaxes: "by error", or "by hessian" with the file's Hessian. If
             "", quantize or fake_quantize is compared instead.
+        elements: "at least 10000" or "fewer than 10000" if the row has only inputs with so many elements, else "".
+        window: the number of elements that share a tensor scale, if rows have several such windows; otherwise 0. Each
+            window is then a row of the call. For variants that end in "_T", the input is transposed first.
         torch_seed: the seed of the random numbers that torch.rand of PyTorch 2.11 gave on a CPU; None for none.
         torch_bits: the number of random bits of these numbers, for each dtype.
     """
@@ -60,8 +63,15 @@ class GoldenRow:
     values: tuple[str, ...] = ("output", "dequant")
     min_scale: int = 0
     searched: str = ""
+    elements: str = ""
+    window: int = 0
     torch_seed: int | None = None
     torch_bits: ClassVar[dict[str, int]] = {"float32": 24, "float16": 11, "bfloat16": 8}
+
+    def takes(self, name: str, size: int) -> bool:
+        """Return whether the row has the input `name`, which has `size` elements."""
+        count = "fewer than 10000" if size < 10000 else "at least 10000"
+        return name.endswith(self.inputs) and self.elements in ("", count)
 
 
 _fake = partial(GoldenRow, fake=True)
@@ -88,6 +98,8 @@ def _te_rows() -> Iterator[GoldenRow]:
             yield GoldenRow(
                 f"nvfp4-flashinfer-4over6-{error}-{scale_max}", "flashinfer", f"nvfp4_4over6_{scale_max}_{error}"
             )
+    yield GoldenRow("nvfp4-te-1x64", "te_1x64", "nvfp4_1x64", window=64)
+    yield GoldenRow("nvfp4-te-1x64", "te_1x64", "nvfp4_1x64_T", window=64)
     yield GoldenRow("nvfp4-te-4over6-mse-256-fasterr", "te", "nvfp4_1d_4over6_mse_256_fasterr")
     yield GoldenRow("mxfp4-te", "te", "mxfp4_1d_ref")
     yield GoldenRow("mxfp4-te", "te", "nvfp4_1d_pow2", block=(1, 16))
@@ -331,9 +343,43 @@ def _others() -> Iterator[GoldenRow]:
     yield _fake("mxfp4-fp-quant-quest", "fp_quant", "mxfp4_quest")
 
 
+def _jax() -> Iterator[GoldenRow]:
+    for file, place in (("jax", ""), ("jax_gpu", "-gpu")):
+        yield GoldenRow(f"nvfp4-jax{place}", file, "nvfp4_single")
+        for jit in ("", "_jit"):  # a variant with jit has only the arrays that differ from those without
+            suffix = jit.replace("_", "-")
+            yield GoldenRow(f"nvfp4-jax{place}-global{suffix}", file, f"nvfp4_global{jit}")
+            yield GoldenRow(f"mxfp8-jax{place}{suffix}", file, f"mxfp8{jit}")
+
+
+def _miles() -> Iterator[GoldenRow]:
+    for name, variant in (("", "even"), ("-ceil", "ceil"), ("-dsv4", "dsv4")):
+        yield GoldenRow(f"mxfp4-miles{name}", "miles", f"mxfp4_{variant}", decoded=True)
+
+
+def _nncf() -> Iterator[GoldenRow]:
+    names = {"nvfp4-nncf": "nvfp4", "mxfp4-nncf": "mxfp4", "mxfp8-nncf": "mxfp8", "fp4-nncf": "fp4_b32"}
+    for name, variant in names.items():
+        yield GoldenRow(name, "nncf", variant, elements="at least 10000", decoded=True)
+        yield GoldenRow(f"{name}-small", "nncf", variant, elements="fewer than 10000", decoded=True)
+    yield GoldenRow("nvfp4-nncf-medium", "nncf", "nvfp4", elements="at least 10000", decoded=True)
+
+
+def _onednn() -> Iterator[GoldenRow]:
+    for name, variant in (("mxfp4", "mxfp4"), ("mxfp8", "mxfp8"), ("nvfp4", "nvfp4_single")):
+        yield GoldenRow(f"{name}-onednn", "onednn", variant)
+    yield GoldenRow("mxfp8-onednn-e5m2", "onednn", "mxfp8_e5m2")
+
+
+def _hf_kernels() -> Iterator[GoldenRow]:
+    yield _fake("nvfp4-hf-kernels-reference", "hf_nvfp4_gemm", "nvfp4_reference")
+    yield GoldenRow("nvfp4-hf-kernels-reference", "hf_nvfp4_gemm", "nvfp4_reference")  # compares global_scale
+
+
 PRODUCERS = (
     *(_te_rows, _flashinfer_rows, _modelopt_rows, _torchao_rows, _other_rows, _gguf_rows, _mlx_rows),
     *(_vllm, _triton_kernels, _quark, _auto_round, _fouroversix, _comfy_kitchen, _mslk, _others),
+    *(_jax, _miles, _nncf, _onednn, _hf_kernels),
 )
 ROWS = tuple(row for rows in PRODUCERS for row in rows())
 
@@ -344,6 +390,7 @@ UNRECORDED = (
     *("nvfp4-vllm-kv", "nvfp4-flashinfer-kv", "nvfp4-flashinfer-kv-page"),
     *("nvfp4-flashinfer-static", "nvfp4-flashinfer-token", "nvfp4-flashinfer-token-precise"),
     *("nvfp4-vllm-static-divisor", "nvfp4-vllm-online", "nvfp4-sglang-online", "mxfp4-deepseek-v4"),
+    *("nvfp4-sglang-online-a022252", "nvfp4-hf-kernels"),
     *("nvfp4-deepseek-v4", "fp8-deepseek-v4", "mxfp8-deepseek-v4", "nvfp4-nunchaku"),
     # compared in tests/recipes/test_engines.py
     *("nvfp4-compressed-tensors-static", "fp8-compressed-tensors", "fp8-compressed-tensors-token"),

@@ -42,8 +42,13 @@ WITHOUT = {  # {producer in a recipe id: why it has no adapter}
     "deepgemm": "DeepGEMM needs CUDA to be imported; recorded outputs are compared by --check",
     "flashinfer": "FlashInfer quantizes with CUDA kernels, which need a GPU",
     "fp-quant": "FP-Quant quantizes with Triton kernels, which need a GPU; recorded outputs are compared by --check",
+    "hf-kernels": "Hugging Face's kernels need a GPU of sm_100; recorded outputs are compared by --check",
+    "jax": "jax.nn has no public function that quantizes; recorded outputs are compared by --check",
+    "miles": "the trainer miles has no package of its own; recorded outputs are compared by --check",
     "mslk": "MSLK quantizes with Triton kernels, which need a GPU; recorded outputs are compared by --check",
+    "nncf": "NNCF quantizes whole models of OpenVINO; recorded outputs are compared by --check",
     "nunchaku": "Nunchaku quantizes with CUDA kernels, which need a GPU of sm_120",
+    "onednn": "oneDNN needs an OpenCL runtime; recorded outputs are compared by --check",
     "qat": "the trainers slime and miles have no package of their own",
 }
 

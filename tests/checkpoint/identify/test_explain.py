@@ -676,7 +676,8 @@ def test_two_recipes_in_one_checkpoint_are_both_told() -> None:
     recipes = ["mxfp4-modelopt"] * 3 + ["mxfp4-quark-even"]
     pairs = [LayerPair(str(i), layer_of(quantize(weight(i), r)), weight(i)) for i, r in enumerate(recipes)]
     verdict = identify_layers(pairs)
-    agree = "mxfp4-modelopt or mxfp4-sglang-util made 3 of 4 layers (they agree on these layers)"
+    names = "mxfp4-modelopt, mxfp4-sglang-util, mxfp4-miles-ceil or mxfp4-miles-dsv4"
+    agree = f"{names} made 3 of 4 layers (they agree on these layers)"
     assert verdict.sentence == f"{agree}; mxfp4-quark-even made 1 layer" and verdict.is_clean
 
 

@@ -18,7 +18,7 @@ constexpr int kRun = 16;
 // True if a block must be read to find its amax. That is so if its factor depends on the amax, or if R uses 4over6
 // (each block gets the better of two scales) and flushes blocks of zeros.
 template <class R>
-constexpr bool kReadsBlock = R::BlockRule::kReadsAmax || (R::kFourOverSix && R::kFlush);
+constexpr bool kReadsBlock = R::BlockRule::kReadsAmax || (R::kFourOverSix && (R::kFlush || R::kIsCute));
 
 // Return the run of 16 elements of a.x that begins at element `first`. If R::kHadamard, the returned run is
 // transformed; a.x itself does not change. If kAligned, the run must begin at a multiple of 16 bytes.

@@ -86,7 +86,7 @@ FP4KIT_DEVICE float quotient_by(float a, float divisor, float reciprocal) {
 
 // The factor that scales the elements of a block before they are rounded. Elements are multiplied by `value`, or
 // divided by it if R::kDivide. `reciprocal` is the rounded 1 / value if R::kDivide, and otherwise equals `value`. The
-// exception is R::kThenEncode: elements are afterwards multiplied by the tensor's encode scale, which is stored as
+// exception is R::kThenEncode: elements are also multiplied by the tensor's encode scale, which is stored as
 // `reciprocal`. No code path for such recipes needs the reciprocal.
 struct Factor {
   float value, reciprocal;
@@ -97,6 +97,7 @@ struct Factor {
 template <class R, class In>
 FP4KIT_DEVICE float scaled_element(float x, Factor f) {
   const float factor = f.value;
+  if constexpr (R::kEncodeFirst) x = R::kFlush ? mul_ftz(x, f.reciprocal) : x * f.reciprocal;
   float y;
   if constexpr (R::kFlush) {
     y = mul_ftz(x, factor);
@@ -106,7 +107,7 @@ FP4KIT_DEVICE float scaled_element(float x, Factor f) {
     y = x * factor;
   }
   if constexpr (R::kRoundScaled) y = round_to<In>(y);
-  if constexpr (R::kThenEncode) y = y * f.reciprocal;
+  if constexpr (R::kThenEncode && !R::kEncodeFirst) y = y * f.reciprocal;
   if constexpr (R::kNanIsMax) y = is_nan(y) ? max_of<typename R::Element>() : y;
   return y;
 }

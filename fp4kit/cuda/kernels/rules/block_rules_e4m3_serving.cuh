@@ -266,3 +266,62 @@ struct block_deepseek : by_code {
     return decode_scale<R>(code) * t.decode;
   }
 };
+
+// Rules whose factor is the reciprocal of the block scale or, if kTimesEncode, its product with the encode scale.
+template <bool kFlushes, bool kTimesEncode>
+struct jax_block : by_code {
+  template <class R, class In>
+  FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
+    return encode_scale<R>(kFlushes ? mul_ftz(mul_ftz(amax, t.encode), kInv6) : amax * t.encode * kInv6);
+  }
+  template <class R, class In>
+  FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) {
+    const float inverse = 1.0f / decode_scale<R>(code);
+    return kTimesEncode ? mul_ftz(t.encode, inverse) : inverse;
+  }
+};
+struct block_jax : jax_block<true, false> {};
+struct block_jax_jit : jax_block<true, true> {};
+struct block_jax_gpu : jax_block<false, false> {};
+
+// Return the code of a block scale that is rounded to float16 first. Scales above 464 get a NaN code.
+template <class R>
+FP4KIT_DEVICE u32 encode_half_scale(float scale) {
+  return encode<typename R::Scale, Rounding::rnh, Sign::signbit, R::Scale::kNanCode>(scale);
+}
+
+template <bool kIsSmall>
+struct nncf_block : by_amax {
+  template <class R, class In>
+  FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
+    return encode_half_scale<R>(factor<R, In>(0u, amax, t) / t.decode);
+  }
+  template <class R, class In>
+  FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) {
+    return nncf_scale<kIsSmall>(amax, max_of<typename R::Element>());
+  }
+};
+struct block_nncf : nncf_block<false> {};
+struct block_nncf_small : nncf_block<true> {};
+
+struct block_onednn : block_jax {
+  template <class R, class In>
+  FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
+    return encode_half_scale<R>(amax == 0.0f ? 1.0f : amax / max_of<typename R::Element>());
+  }
+};
+
+struct block_te_1x64 : block_te {
+  template <class R, class In>
+  FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) {
+    return code % 128u == 0u ? 0.0f : t.encode / decode_scale<R>(code);
+  }
+};
+
+struct block_hf_kernels : block_fouroversix {
+  template <class R, class In>
+  FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) {
+    const float scale = decode_scale<R>(code);
+    return t.encode / (scale < 1e-12f ? 1e-12f : scale);
+  }
+};

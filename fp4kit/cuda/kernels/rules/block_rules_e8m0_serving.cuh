@@ -298,3 +298,69 @@ struct block_e8m0_deepseek_fp8 : inverse_factor {
     return minimum(exponent_up(ratio), 255u);
   }
 };
+
+// ---- rules of JAX, miles and NNCF
+
+// XLA on a CPU flushes subnormals, and takes 1 / max as a constant of float16 or float32. On a GPU it divides float16
+// amaxes, except that jax.jit (kJit) makes it multiply by a constant of type In.
+template <bool kGpu, bool kJit>
+struct jax_power : by_code {
+  static constexpr bool kReadsInput = true;
+  template <class R, class In>
+  FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
+    constexpr bool kIsHalf = In::kMantissaBits == 10;
+    const float max = max_of<typename R::Element>(), exact = 1.0f / max;
+    const float inverse = kIsHalf || (kGpu && kJit) ? round_to<In>(exact) : exact;
+    const float q = kGpu ? kIsHalf && !kJit ? divide_full(amax, max) : amax * inverse : mul_ftz(amax, inverse);
+    const u32 bits = bits_of(round_to<In>(q)), field = bits >> 23 & 0xFFu, mantissa = bits & 0x7FFFFFu;
+    return field + (mantissa > 0u && field != 254u && (field > 0u || mantissa > 0x400000u)) & 255u;  // wraps for NaN
+  }
+  // Return the reciprocal of the value that the code has in the type In, where code 255 is infinity.
+  template <class R, class In>
+  FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) {
+    if (kJit && !kGpu && sizeof(typename In::Bits) == 4 && code == 0u) return 0x1p127f;
+    const float zero = In::kMantissaBits == 10 ? 0x1p-15f : 0x1p-127f;
+    const float value = round_to<In>(code == 0u ? zero : float_of(code << 23));
+    return round_to<In>(kGpu ? 1.0f / value : div_ftz(1.0f, value));
+  }
+};
+struct block_e8m0_jax : jax_power<false, false> {};
+struct block_e8m0_jax_jit : jax_power<false, true> {};
+struct block_e8m0_jax_gpu : jax_power<true, false> {};
+struct block_e8m0_jax_gpu_jit : jax_power<true, true> {};
+
+template <bool kDsv4>
+struct miles_ceil : block_e8m0_modelopt {
+  static constexpr bool kReadsAmax = true;
+  template <class R, class In>
+  FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
+    return kDsv4 && amax > kFltMax ? 0u : block_e8m0_modelopt::code<R, In>(amax, t);
+  }
+  template <class R, class In>
+  FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) {
+    if (kDsv4) return amax > kFltMax ? 0.0f : inverse_e8m0(code);
+    return is_nan(amax) ? nan_value() : inverse_e8m0(code);
+  }
+};
+struct block_e8m0_miles_ceil : miles_ceil<false> {};
+struct block_e8m0_miles_dsv4 : miles_ceil<true> {};
+
+struct block_e8m0_miles_even : inverse_factor {
+  template <class R, class In>
+  FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
+    return static_cast<u32>(maximum(minimum(even_exponent<R>(amax), 255 - R::Element::kEmax), 0));
+  }
+};
+
+template <bool kIsSmall>
+struct nncf_power : inverse_factor {
+  template <class R, class In>
+  FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
+    const float scale = nncf_scale<kIsSmall>(amax, max_of<typename R::Element>());
+    if (is_nan(scale)) return 255u;
+    const float natural = static_cast<float>(log(static_cast<double>(scale)));
+    return clipped_exponent(ceilf(kIsSmall ? float32_log2(scale) : natural / 0.69314718f));
+  }
+};
+struct block_e8m0_nncf : nncf_power<false> {};
+struct block_e8m0_nncf_small : nncf_power<true> {};

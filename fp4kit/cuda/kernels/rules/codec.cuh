@@ -24,8 +24,11 @@
 //              add half a step in float32, which rounds this sum up)
 //   rnw        for E2M1 only: as rn, but without a largest value; a code beyond 7 keeps only its last four bits; NaN
 //              and infinity have the code kNan
+//   rnh        to float16, then as rn, without saturation: for 8-bit formats with a NaN, where the code after the
+//   largest
+//              is infinity or NaN
 //   first      to the code with the smallest error, or the lowest one if several have it (function first_of_least)
-enum class Rounding { rn, rz, rnz, rna, rns, rnw, first };
+enum class Rounding { rn, rz, rnz, rna, rns, rnw, rnh, first };
 // Which codes get a sign bit:
 //   signbit        codes of elements whose sign bit is set
 //   negative       codes of elements below 0
@@ -62,12 +65,18 @@ FP4KIT_DEVICE float amax_target_of() {
 template <class F, Rounding kRounding>
 FP4KIT_DEVICE u32 encode_magnitude(float a) {
   if constexpr (kRounding == Rounding::rnw) return wrapped_magnitude(a);
-  a = fminf(a, max_of<F>());
+  if constexpr (kRounding == Rounding::rnh) {
+    constexpr float kBeyond = static_cast<float>(1 << (F::kEmax - F::kMantissaBits));
+    a = fminf(widen_f16(narrow_f16(a)), max_of<F>() + kBeyond);
+  } else {
+    a = fminf(a, max_of<F>());
+  }
   const u32 min_exponent = static_cast<u32>(F::kEmin + 127) << 23;
   const u32 e = maximum(bits_of(a) & kInfinityBits, min_exponent);
   const u32 base = ((e - min_exponent) >> 23) << F::kMantissaBits;
   const float magic = float_of(e + (static_cast<u32>(23 - F::kMantissaBits) << 23));
-  if constexpr (kRounding == Rounding::rn) return base + (bits_of(a + magic) - bits_of(magic));
+  if constexpr (kRounding == Rounding::rn || kRounding == Rounding::rnh)
+    return base + (bits_of(a + magic) - bits_of(magic));
   if constexpr (kRounding == Rounding::rns) {  // producers compute floor(v + 0.5) with a rounded sum, so that the float
                                                // below 0.5 gives 1
     const float scaled = a * float_of((static_cast<u32>(F::kMantissaBits + 254) << 23) - e);

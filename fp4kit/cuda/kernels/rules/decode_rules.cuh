@@ -106,6 +106,19 @@ struct comfy_kitchen_narrow : decode_product {
 };
 struct decode_comfy_kitchen_float16 : comfy_kitchen_narrow<Float16> {};
 struct decode_comfy_kitchen_bfloat16 : comfy_kitchen_narrow<Bfloat16> {};
+// OpenVINO's rule for the layers of NNCF: an element is value * scale, and the scale is rounded to float16.
+struct decode_nncf : decode_product {
+  template <class R>
+  FP4KIT_DEVICE float scale(u32 code, TensorScale t) {
+    return round_to<Float16>(decode_scale<R>(code) * t.decode);
+  }
+};
+struct decode_e8m0_nncf : decode_product {
+  template <class R>
+  FP4KIT_DEVICE float scale(u32 code, TensorScale t) {
+    return round_to<Float16>(value_of_e8m0(code));
+  }
+};
 // The rules of comfy-kitchen for FP8. An element is value * tensor scale. If the result has the 16-bit type Out, the
 // tensor scale is rounded to Out first.
 struct decode_fp8_comfy_kitchen : decode_tensor {};
@@ -167,6 +180,25 @@ struct decode_flashinfer_kv {
     return {decode_scale<R>(code), t.decode};
   }
   FP4KIT_DEVICE float apply(float value, Scale s) { return value * s.scale * s.tensor; }
+};
+// An element is value * block scale / encode scale. The Scale holds the latter as `tensor`.
+struct decode_te_1x64 : decode_flashinfer_kv {
+  static constexpr bool kNeedsAmax = true;
+  FP4KIT_DEVICE Scale product_scale(float scale) { return {scale, 1.0f}; }
+  template <class R>
+  FP4KIT_DEVICE Scale scale(u32 code, TensorScale t) {
+    return {decode_scale<R>(code), t.encode};
+  }
+  FP4KIT_DEVICE float apply(float value, Scale s) { return value * s.scale / s.tensor; }
+};
+// The rule decode_te_1x64 with block scales of at least 1e-12.
+struct decode_hf_kernels : decode_te_1x64 {
+  static constexpr bool kNeedsAmax = true;
+  template <class R>
+  FP4KIT_DEVICE Scale scale(u32 code, TensorScale t) {
+    const float stored = decode_scale<R>(code), scale = stored < 1e-12f ? 1e-12f : stored;
+    return {t.encode == 0.0f ? scale / t.encode : scale, t.encode};  // infinity shows that zeros decode to NaN
+  }
 };
 struct decode_auto_round : decode_product {
   template <class R>

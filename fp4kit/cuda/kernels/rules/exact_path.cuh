@@ -108,6 +108,8 @@ FP4KIT_DEVICE u32 exact_code(float x, Factor f, u32 byte) {
   const float y = scaled_element<R, In>(x, f);
   if constexpr (R::kStochastic && R::kStochasticFloat16) return encode_stochastic_float16<typename R::Element>(y, byte);
   if constexpr (R::kStochastic) return encode_stochastic<typename R::Element>(y, byte);
+  if constexpr (R::kNanSign)
+    if (is_nan(y)) return R::kNanCode | ((is_nan(x) ? sign_of(x) != 0 : !is_nan(f.value)) ? R::Element::kSignBit : 0u);
   const u32 code = encode_element<R>(y);
   if constexpr (R::kRepacked) return repacked<R, In>(code, y, f.value);
   return code;

@@ -40,8 +40,15 @@ FP4KIT_DEVICE void scales_of(float sixth, TensorScale t, u32& six, u32& four) {
 template <class R>
 FP4KIT_DEVICE float candidate_factor(float scale, TensorScale t) {
   if constexpr (R::kLaneSums) return fouroversix_factor<R>(scale, t);
-  const float inverse = divide<R>(1.0f, multiply<R>(scale, t.decode));
+  const float inverse = divide<R>(1.0f, multiply<R>(scale, R::kIsCute ? 1.0f / t.encode : t.decode));
   return is_nan(inverse) ? inverse : fminf(inverse, kFltMax);
+}
+
+// Return true if FlashInfer returns early for a block with this amax, which it takes for zeros. All codes are then 0,
+// without signs. kIsCute: its kernel in CuTe-DSL, which does not flush, and computes factors from t.encode alone.
+template <class R>
+FP4KIT_DEVICE bool clears(float amax) {
+  return R::kFlush ? magnitude_of(amax) < kFltMin : R::kIsCute && amax == 0.0f;
 }
 
 // Return an element after decoding. `scaled` is the value of its code times the block scale, and t is the tensor scale.

@@ -257,6 +257,22 @@ struct tensor_sglang_online {
   }
 };
 
+struct tensor_te_1x64 {
+  template <class R, class In>
+  FP4KIT_DEVICE TensorScale scale(float amax) {
+    const TensorScale t = tensor_te_reference::scale<R, In>(is_nan(amax) ? amax : fmaxf(amax, 1e-12f));
+    return {t.encode, t.decode, amax};
+  }
+};
+
+struct tensor_hf_kernels {
+  template <class R, class In>
+  FP4KIT_DEVICE TensorScale scale(float amax) {
+    const float encode = 1.0f / (is_nan(amax) ? amax : fmaxf(amax, 1e-12f)) * full_range<R>();
+    return {encode, 1.0f / encode, amax};
+  }
+};
+
 struct tensor_auto_round {
   template <class R, class In>
   FP4KIT_DEVICE TensorScale scale(float amax) {
@@ -298,6 +314,39 @@ struct tensor_comfy_kitchen_cuda {
     return {1.0f / decode, decode, amax};
   }
 };
+
+struct tensor_jax_gpu {
+  template <class R, class In>
+  FP4KIT_DEVICE TensorScale scale(float amax) {
+    const float decode = amax / full_range<R>();
+    return {divide_full(1.0f, decode), decode, amax};
+  }
+};
+
+// Return NNCF's scale of a block or of block scales. In a small tensor, scales below 2^-23 are replaced by 2^-23,
+// otherwise amaxes are.
+template <bool kIsSmall>
+FP4KIT_DEVICE float nncf_scale(float amax, float largest) {
+  const float scaled = amax / largest, smallest = 0x1p-23f;
+  if constexpr (kIsSmall) return scaled < smallest ? smallest : scaled;
+  return (amax < smallest ? smallest : amax) / largest;
+}
+
+// The scales of a tensor or, if kIsOfBlocks, of a block without another scale.
+template <bool kSmallBlocks, bool kSmallScales, bool kIsOfBlocks = false>
+struct nncf_tensor {
+  template <class R, class In>
+  FP4KIT_DEVICE TensorScale scale(float amax) {
+    const float block = nncf_scale<kSmallBlocks>(amax, max_of<typename R::Element>());
+    const float decode = kIsOfBlocks ? block : nncf_scale<kSmallScales>(block, static_cast<float>(R::kScaleMax));
+    return {1.0f / decode, decode, amax};
+  }
+};
+struct tensor_nncf : nncf_tensor<false, false> {};
+struct tensor_nncf_medium : nncf_tensor<false, true> {};
+struct tensor_nncf_small : nncf_tensor<true, true> {};
+struct tensor_fp4_nncf : nncf_tensor<false, false, true> {};
+struct tensor_fp4_nncf_small : nncf_tensor<true, true, true> {};
 
 // ---- rules for user-defined formats (custom_recipe)
 

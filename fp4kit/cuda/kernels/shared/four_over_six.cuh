@@ -93,11 +93,11 @@ FP4KIT_DEVICE u32 code_in_format(float scaled, u32 scale_code) {
 }
 
 // Return the 4-bit codes of a run (16 elements) under the chosen scale code and the tensor scale t, with the first code
-// in the lowest bits. `amax` is the amax of the block. If R::kFlush and amax < 2^-126, all codes are 0, without signs.
+// in the lowest bits. `amax` is the amax of the block. If clears(amax), all codes are 0, without signs.
 // The run is unchanged afterwards.
 template <class R, bool kUnrolled = false, class In>
 FP4KIT_DEVICE u64 encode_chosen(Run<In, R::kBlock>& run, float amax, u32 scale_code, TensorScale t) {
-  if (R::kFlush && magnitude_of(amax) < kFltMin) return 0u;  // FlashInfer returns early for a block of zeros
+  if (clears<R>(amax)) return 0u;
   const float factor = candidate_factor<R>(decode_scale<R>(e4m3_of<R>(scale_code)), t);
   u64 codes = 0u;
   if constexpr (kHasTwoFormats<R>)

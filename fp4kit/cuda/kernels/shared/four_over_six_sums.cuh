@@ -35,7 +35,7 @@
 template <class R>
 constexpr bool kHasSums =
     R::Element::kIsE2m1 && R::kRounding == Rounding::rn && R::kBlock == 16 && R::kBlockRows == 1 &&
-    !kHasTwoFormats<R> && !R::kFlush && !R::kLaneSums && !R::kLargestError && !R::kFake && !R::kDivide &&
+    !kHasTwoFormats<R> && !R::kFlush && !R::kIsCute && !R::kLaneSums && !R::kLargestError && !R::kFake && !R::kDivide &&
     !R::kRoundScaled && !R::kThenEncode && !R::kRepacked;
 
 // Numbers that all blocks of a row share. They differ between the threads of a warp only in `factor`.

@@ -72,7 +72,7 @@ FP4KIT_DEVICE Choice choose_scale(const Run<In, R::kBlock>& run, TensorScale t, 
                          (six_code == four_code || is_decided<R>(six, four, errors));
     const float factor = is_zero ? 1.0f : is_four ? four.factor : six.factor;
     constexpr bool kZerosUnsigned =
-        R::kFlush &&
+        (R::kFlush || R::kIsCute) &&
         R::kSign == Sign::not_positive;  // the reference gives code 0 where the fast path gives the code of -0
     return {kZerosUnsigned ? is_fast && !is_zero : is_fast || is_zero,
             is_zero,
@@ -98,7 +98,8 @@ template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void store_row(const QuantizeArguments& a, BlockRow position, const Run<In, R::kBlock>& run, Choice c,
                              TensorScale t) {
   const i64 first = position.row * a.columns + position.block * R::kBlock;
-  const bool no_signs = R::kFlush && c.is_zero;  // FlashInfer returns early for a block of zeros, without their signs
+  const bool no_signs =
+      (R::kFlush || R::kIsCute) && c.is_zero;  // FlashInfer returns early for a block of zeros, without their signs
 #pragma unroll
   for (int start = 0; start < R::kBlock; start += 16) {
     Run<In, 16> part;
