@@ -223,8 +223,9 @@ def jax() -> Made:
         "mxfp8-jax",
         "block_rule=e8m0_jax round_scaled=True amax_nan=propagate flush=True",
         source=on_cpu.source,
-        exact="codes and scales of config mxfp8, op by op. Zeros of a bfloat16 block with scale 2^-127 become NaN, and "
-        "op by op those of a float32 block too. NaN elements are kept in an amax, unlike in some large arrays",
+        exact="codes and scales of config mxfp8, op by op. Zeros of a bfloat16 block with scale 2^-127 become NaN "
+        "(under jit on some processors only), and op by op those of a float32 block too. NaN elements are kept in an "
+        "amax, unlike in some large arrays",
     )
     gpu = {"source": _JAX_SOURCE.format("0.11.2", "an H100"), "versions": ("0.11.2", "0.11.2")}
     on_gpu = variant(on_cpu, "nvfp4-jax-gpu", "block_rule=jax_gpu flush=False", exact=on_cpu.exact, **gpu)

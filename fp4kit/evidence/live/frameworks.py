@@ -172,6 +172,51 @@ def _qwix_quantize(x: np.ndarray, kind: str) -> Parts:
     return parts(x, codes, exponent_field(scale).astype(np.uint8), fake=values)
 
 
+def _jax_quantize(x: np.ndarray, mode: str, jitted: bool = False) -> Parts:
+    """Quantize x with the quantizer of jax.nn.scaled_dot_general, as XLA computes it on a CPU, 16 blocks at a time."""
+    import jax
+    import jax.numpy as jnp
+    from jax._src.cudnn import scaled_matmul_stablehlo as producer
+
+    size, element, scale = (
+        (16, "float4_e2m1fn", "float8_e4m3fn") if mode == "nvfp4" else (32, "float8_e4m3fn", "float8_e8m0fnu")
+    )
+    g = None if mode == "mxfp8" else np.float32(1)
+    blocks = np.zeros((-(-x.size // size // 16), 16, size), x.dtype)
+    blocks.reshape(-1, size)[: x.size // size] = x.reshape(-1, size)
+
+    def quantize(part: Any, factor: Any) -> Any:
+        config = producer.BlockScaleConfig(mode, size, getattr(jnp, element), getattr(jnp, scale), factor, True)
+        return producer.quantize(part, config)
+
+    with jax.default_device(jax.devices("cpu")[0]):
+        function = jax.jit(quantize) if jitted else quantize
+        found = [function(jnp.asarray(part), None if g is None else jnp.asarray(g)) for part in blocks]
+        codes, scales = (np.concatenate([np.asarray(q[i]) for q in found]) for i in (0, 1))
+    codes, scales = (a.view(np.uint8)[: x.size // size] for a in (codes, scales.reshape(-1, 1)))
+    return {"codes": codes.reshape(x.shape), "block_scale": scales.reshape(len(x), -1)}
+
+
+JAX = Adapter(
+    "jax",
+    dependencies=("jaxlib",),
+    needs=("jax._src.cudnn.scaled_matmul_stablehlo",),
+    calls={
+        "nvfp4-jax": ProducerCall(partial(_jax_quantize, mode="nvfp4")),
+        "mxfp8-jax": ProducerCall(partial(_jax_quantize, mode="mxfp8")),
+        # XLA of some processors folds the reciprocal of bfloat16, and then leaves zeros of a zero block.
+        "mxfp8-jax-jit": ProducerCall(partial(_jax_quantize, mode="mxfp8", jitted=True), ("float32", "float16")),
+    },
+    left_out={
+        "it is for a GPU": tuple(id for id in fp4kit.recipes() if "jax-gpu" in id),
+        "its global_scale must be normal, which drawn arrays do not ensure": (
+            "nvfp4-jax-global",
+            "nvfp4-jax-global-jit",
+        ),
+    },
+)
+
+
 QWIX_ROUNDED_LOG = {"jax": ("", "0.10.99")}  # later versions do not round the steps of log2 to bfloat16
 
 QWIX = Adapter(

@@ -43,7 +43,6 @@ WITHOUT = {  # {producer in a recipe id: why it has no adapter}
     "flashinfer": "FlashInfer quantizes with CUDA kernels, which need a GPU",
     "fp-quant": "FP-Quant quantizes with Triton kernels, which need a GPU; recorded outputs are compared by --check",
     "hf-kernels": "Hugging Face's kernels need a GPU of sm_100; recorded outputs are compared by --check",
-    "jax": "jax.nn has no public function that quantizes; recorded outputs are compared by --check",
     "miles": "the trainer miles has no package of its own; recorded outputs are compared by --check",
     "mslk": "MSLK quantizes with Triton kernels, which need a GPU; recorded outputs are compared by --check",
     "nncf": "NNCF quantizes whole models of OpenVINO; recorded outputs are compared by --check",
