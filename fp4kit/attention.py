@@ -391,15 +391,15 @@ def _forward(x: QKV, unit: Any, keep: Callable[..., None] = lambda *tile: None) 
     shape, on = x.q.shape, x.q.packed
     (row_max, sums), out = _start(shape[:-1]), np.zeros(shape, np.float32)
     for start in range(x.k.shape[-2] - TILE, -1, -TILE):
-        keys = slice(start, start + TILE)
-        delta_s = None
+        keys, delta_s = slice(start, start + TILE), None
         if x.delta_s is not None:
-            delta_s = _permuted(x.delta_s[..., keys]).repeat(shape[-2] // x.delta_s.shape[-2], axis=-2)
+            first = _permuted(to_host(x.delta_s[..., keys]))
+            delta_s = _put(first.repeat(shape[-2] // first.shape[-2], axis=-2), on)
         s = _permuted(to_host(matmul(x.q, x.k[..., keys, :], unit=unit, c=delta_s)))
         s[..., max(x.keys - start, 0) :] = -np.inf
         p, row_max, sums, factor = _softmax(s, np.float32(shape[-1] ** -0.5), row_max, sums)
-        on_tile = matmul(p.with_parts(lambda a: _put(a, on)), x.v[..., keys, :], unit=unit)
-        out = fma(out, factor[..., None], to_host(on_tile))
+        product = to_host(matmul(p.with_parts(lambda a: _put(a, on)), x.v[..., keys, :], unit=unit))
+        out = fma(out, factor[..., None], product)
         keep(keys, s, p, factor)
     total = _added(sums)[..., None]
     inverse = np.where((total == 0) | np.isnan(total), np.float32(0), np.float32(1) / total)
