@@ -360,9 +360,10 @@ def attention(q: Array, k: Array, v: Array, *, smooth: Smooth = "block", unit: s
         ValueError: as in quantize_qkv, or the unit is unknown or does not multiply NVFP4.
 
     Numerics:
-        - All keys attend to all queries. Keys that pad a tile are masked.
+        - Every query attends to every key: there is no causal mask. Keys that only pad a tile are masked.
         - S starts from delta_s, and P V from zero. O * factor + P V is one fused multiply-add. O is multiplied by
-          1 / row_sum, or by 0 if row_sum is 0 or NaN, and then rounded to the dtype of q.
+          1 / row_sum, or by 0 if row_sum is 0 or NaN, and then rounded to the dtype of q. So a score of NaN makes its
+          row 0, or NaN if all 16 scores of its block are NaN.
         - P and the sums of O are computed on the host; products are computed on the device of q.
 
     Exact:

@@ -14,12 +14,11 @@ from fp4kit.attention import attention, error_budget, kernel_scales, quantize_p,
 from fp4kit.evidence.golden.golden_set import GoldenSet
 from fp4kit.evidence.testing import assert_same_bits
 
-F32, INF, NAN = np.float32, np.inf, np.nan
+F32, INF, NAN, normal = np.float32, np.inf, np.nan, np.random.default_rng(0).standard_normal
 RECORDED = np.load(Path(__file__).parents[1] / "data" / "attention" / "sageattention3.npz")
 ORDER = [2 * a + 8 * b + c for a in range(4) for b in range(4) for c in (0, 1)]  # the key in each of 32 rows of K
 BLOCKS = [[NAN] * 16, [NAN, 1, -3], [INF, 1, -INF], [-0.0] * 16, [6 * 2**-10, -1e-3], [6 * 2**-10 * 1.01, -1e-3, 0]]
 BLOCKS += [[6, 0.25, 0.75, 1.25, 1.75, 2.5, -3.5, -5, -0.25], [-6 * 448, 1, -0.0], [65504, 448], [6.375, 1, 5]]
-normal = np.random.default_rng(0).standard_normal
 
 
 @together("name", RECORDED.files)
@@ -65,11 +64,10 @@ def test_p_follows_the_kernels_code():
 
 @together("smooth, groups", [("block", [slice(0, 128), slice(128, 256)]), ("tensor", [slice(0, 256)])])
 def test_smoothing_subtracts_means_and_delta_s_restores_them(smooth, groups):
-    q, k = (normal((n, 64)).astype(np.float16) for n in (256, 200))
-    q[130:] = 0
+    q, k = np.float16(normal((256, 64)) * (np.arange(256) < 130)[:, None]), np.float16(normal((200, 64)))
     means, less = [np.float16(q[g].astype(float).mean(0)) for g in groups], k - np.float16(k.astype(float).mean(0))
-    smoothed = np.concatenate([q[g] - m for g, m in zip(groups, means, strict=True)])
-    x, plain = quantize_qkv(q[:130], k, k, smooth=smooth), quantize_qkv(smoothed, less, k, smooth=None)
+    plain = quantize_qkv(np.vstack([q[g] - m for g, m in zip(groups, means, strict=True)]), less, k, smooth=None)
+    x = quantize_qkv(q[:130], k, k, smooth=smooth)
     assert all(a.equals(b) for a, b in zip(x[:3], plain[:3], strict=True))
     products = np.array(means, float) @ np.pad(less, [(0, 56), (0, 0)]).astype(float).T
     assert_same_bits(x.delta_s, products.astype(F32).astype(np.float16).astype(F32))
@@ -81,9 +79,13 @@ def test_attention_is_near_the_exact_one(keys, unit):
     found, s = error_budget(*x, unit=unit), q.astype(float) @ k.astype(float).swapaxes(1, 2) / 8
     assert min(found["scores"], found["p"], found["v"]) > 15 and found["accumulation"] > 50 and found["total"] > 12
     exact = (p := np.exp(s - s.max(-1, keepdims=True))) / p.sum(-1, keepdims=True) @ v.astype(float)
-    noise = attention(*x, unit=unit) - exact
-    assert found["total"] == pytest.approx(10 * np.log10((exact**2).sum() / (noise**2).sum()))
+    noise = np.square(attention(*x, unit=unit) - exact).sum()
+    assert found["total"] == pytest.approx(10 * np.log10(np.square(exact).sum() / noise))
     assert error_budget(*x, unit=unit, smooth=None)["total"] < found["total"] - 3
+    mean = quantize_qkv(*x).v.dequantize()[:, :keys].astype(float).mean(1, keepdims=True)
+    assert abs(attention(q * 0, k, v, unit=unit) - mean).max() < 1e-3  # padded keys do not count
+    k[:, 5] = NAN
+    assert not attention(q, k, v, smooth=None, unit=unit).any()  # rows with a score of NaN are 0
 
 
 def test_wrong_arguments():
@@ -93,7 +95,6 @@ def test_wrong_arguments():
         (lambda: attention(*[x[..., :48]] * 3), "head_dim 64 or 128"),
         (lambda: error_budget(x, x, x[:, :4]), "k and v need one shape"),
         (lambda: quantize_qkv(x, x, x, smooth=True), "needs 'block', 'tensor' or None"),
-        (lambda: attention(x, x, x, unit="sm90"), "sm90 has no instruction"),
         (lambda: quantize_p(s[:, :31], 1), "N a multiple of 32"),
         (lambda: quantize_p(x, 1), "s is float16"),
         (lambda: quantize_p(s, 0), "needs a positive finite"),
