@@ -488,7 +488,7 @@ def error_budget(
     of_x, of_w = ((to_host(a).astype(np.float64), _values(q, s)) for a, q in ((x, q_x), (w, q_w)))
     with np.errstate(all="ignore"):
         signal, *noise = _energies(of_x, of_w, u, rounded(u, s.out_dtype))
-    ratios: dict[str, Any] = dict(zip(_RATIOS, (_decibels(signal, e) for e in noise), strict=True))
+    ratios: dict[str, Any] = dict(zip(_RATIOS, (decibels(signal, e) for e in noise), strict=True))
     return ErrorBudget(
         **ratios,
         recipe_x=s.recipe_x.id,
@@ -536,7 +536,7 @@ def _energies(
     return total
 
 
-def _decibels(signal: float, noise: float) -> float:
+def decibels(signal: float, noise: float) -> float:
     """Return 10 log10(signal / noise) in dB, from two sums of squares."""
     if not np.isfinite([signal, noise]).all():
         return nan

@@ -253,7 +253,7 @@ def _power(d: Array, n: int, fraction: float) -> Array:
         result = result * result
         if digit == "1":
             result = result * d
-    return result * _exp2(fraction * _log2_of_float64(d)) if fraction else result
+    return result * exp2(fraction * _log2_of_float64(d)) if fraction else result
 
 
 def _log2_of_float64(d: Array) -> Array:
@@ -270,7 +270,7 @@ def _log2_of_float64(d: Array) -> Array:
     return e + f * _polynomial(ATANH, f * f)
 
 
-def _exp2(t: Array) -> Array:
+def exp2(t: Array) -> Array:
     """Return 2^t of float64 t as 2^k * e^((t - k) ln 2), where k is the integer nearest to t.
 
     k must be from -1023 to 1024. If k is -1023, 0 is used for the factor 2^k; if k is 1024, infinity is used.

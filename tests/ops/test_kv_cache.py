@@ -11,6 +11,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from exhaustive import every
+from statements import e2m1, e4m3, rcp
 from together import together
 
 import fp4kit
@@ -18,33 +19,11 @@ from fp4kit.evidence.testing import assert_same_bits
 from fp4kit.formats import E4M3
 from fp4kit.layouts import kv
 from fp4kit.ops.kv_cache import FITS
-from fp4kit.reference.arith import reciprocal_approx_ftz
 
 F32 = np.float32
 SHAPE = kv.PageShape(pages=4, block_size=8, heads=2, head_dim=64)
 LAYOUTS = {"nvfp4-vllm-kv": "vllm-hnd", "nvfp4-flashinfer-kv": "flashinfer-nhd", "nvfp4-flashinfer-kv-page": "vllm-nhd"}
 SCALES = [1.0, 0.0123, 1 / 3, 448.0, 1.9e-5, 7.3e4]
-
-
-def rcp(x):
-    """PTX rcp.approx.ftz.f32 of sm_90."""
-    return F32(reciprocal_approx_ftz(np.array(x, np.float32)))
-
-
-def e4m3(x):
-    """Round a float32 to E4M3, saturating. Return the value and the byte."""
-    code = np.minimum(F32(x), F32(448)).astype(ml_dtypes.float8_e4m3fn)
-    return F32(code), int(code.view(np.uint8))
-
-
-def e2m1(x):
-    """Round a float32 to E2M1 by comparisons, ties to even, as FlashInfer's page.cuh does; 7 for NaN."""
-    if np.isnan(x):
-        return 7
-    magnitude = abs(float(x))
-    steps = [magnitude > 0.25, magnitude >= 0.75, magnitude > 1.25, magnitude >= 1.75]
-    steps += [magnitude > 2.5, magnitude >= 3.5, magnitude > 5]
-    return sum(steps) + 8 * bool(np.signbit(x))
 
 
 def store_vllm(amax, g):
@@ -77,7 +56,7 @@ def stated(x, recipe, g):
     codes, scales = np.zeros(blocks.shape, np.uint8), np.zeros(len(blocks), np.uint8)
     for i, block in enumerate(blocks):
         scales[i], factor = STORES[recipe](np.abs(block).max(), F32(g))
-        codes[i] = [e2m1(element * factor) for element in block]
+        codes[i] = e2m1(block * factor)
     packed = codes[:, 0::2] | codes[:, 1::2] << 4
     return packed.reshape(*x.shape[:-1], -1), scales.reshape(*x.shape[:-1], -1)
 
@@ -96,7 +75,7 @@ def four_over_six(block, g):
     for top in (6, 4):
         c, byte = e4m3(gs * (np.abs(block).max() * rcp(F32(top))))
         factor = rcp(c * rcp(gs)) if c else F32(0)
-        codes, error, d = [e2m1(x * factor) for x in block], F32(0), block
+        codes, error, d = e2m1(block * factor), F32(0), block
         if factor:
             q = [F32((-1 if code & 8 else 1) * [0, 0.5, 1, 1.5, 2, 3, 4, 6][code & 7]) for code in codes]
             d = [fused(value, rcp(factor), -x) for value, x in zip(q, block, strict=True)]

@@ -29,7 +29,7 @@ LAYERS = (
     {"cpu"},
     {"ops"},
     {"training"},
-    {"calibration"},
+    {"attention", "calibration"},
     {"contract"},
     {"fp4kit"},
     {"checkpoint", "evidence", "testing"},

@@ -14,7 +14,7 @@ from engine_cases import NEEDS_ENGINE, agree, as_large_ones
 from inputs import BF16, codes_of
 from philox import triton_word
 from rounding_cases import underflowing
-from statements import E2M1, E4M3, nearest
+from statements import E2M1, E4M3, e2m1, e4m3, nearest, rcp
 
 import fp4kit
 from fp4kit.arithmetic import exponent_field
@@ -23,7 +23,6 @@ from fp4kit.call.inputs import torch_words
 from fp4kit.evidence.golden.check import check_recipe
 from fp4kit.evidence.testing import assert_same_bits
 from fp4kit.recipes import RECIPES
-from fp4kit.reference.arith import reciprocal_approx_ftz
 from fp4kit.reference.codec import encode
 
 NAME = "nvfp4-comfy-kitchen-stochastic"
@@ -225,27 +224,10 @@ F32 = np.float32
 FLT_MAX = np.finfo(F32).max
 
 
-def rcp(x):
-    """PTX rcp.approx.ftz.f32 of sm_90."""
-    return F32(reciprocal_approx_ftz(np.array(x, F32)))
-
-
 def mul(a, b):
     """PTX mul.ftz.f32. Operands here are far from the results that round up to the smallest normal number."""
     product = np.where(np.abs(a) < 2.0**-126, F32(0), a) * np.where(np.abs(b) < 2.0**-126, F32(0), b)
     return F32(np.where(np.abs(product) < 2.0**-126, F32(0), product))
-
-
-def e4m3(x):
-    """Round a float32 to E4M3, saturating. Return the value and the byte."""
-    code = np.minimum(F32(x), F32(448)).astype(ml_dtypes.float8_e4m3fn)
-    return F32(code), int(code.view(np.uint8))
-
-
-def e2m1(x):
-    """Round float32 numbers to E2M1, ties to even; 7 for NaN."""
-    codes = nearest(np.abs(np.nan_to_num(x, posinf=6, neginf=-6)), E2M1) + 8 * np.signbit(x)
-    return np.where(np.isnan(x), 7, codes).astype(np.uint8)
 
 
 # Each function takes an amax, and returns the encode and the decode scale.
