@@ -21,17 +21,8 @@ from mkdocs.structure.files import File  # noqa: E402
 PICTURE = re.compile(r'<img [^>]*src="([^"]*/images/[^"]+|images/[^"]+)\.svg"[^>]*>')
 CELL = re.compile(r"(?<=<td>)[^<]+(?=</td>)")
 WITHOUT_CONTENTS = ("recipes.md", "guides/train-and-serve.md")  # pages whose tables need the whole width
+FOUND_FIRST = ("install.md", "guides/adapters.md", "guides/convert.md")  # by search, before pages that name the word
 LINK = re.compile(r"\]\((\.\./[^)#\s]+)")
-
-
-def on_config(config: Any) -> Any:
-    """Replace the entry "Producers" of the navigation by the pages of all producers. Return the changed config.
-
-    mkdocs calls this hook once, after it has read mkdocs.yml.
-    """
-    pages = [f"producers/{name}" for name in producer_pages.names()]
-    config.nav = [{"Producers": pages} if "Producers" in entry else entry for entry in config.nav]
-    return config
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -54,6 +45,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """
     if page.file.src_uri in WITHOUT_CONTENTS:
         page.meta["hide"] = ["toc"]
+    if page.file.src_uri in FOUND_FIRST:
+        page.meta["search"] = {"boost": 2}
     here = (ROOT / "docs" / page.file.src_uri).parent
 
     def linked(match: re.Match[str]) -> str:

@@ -8,8 +8,12 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -98,3 +102,21 @@ def test_no_page_is_wider_than_its_column(site: Path, page: Page) -> None:
                 assert not page.run(OUTSIDE), where
                 for address, ratio in shown(page):
                     assert ratio * sizes[address.rpartition("/")[2]] > 11.9, f"{where}: {address}"
+
+
+FOUND = {"install": "install/", "lora": "guides/adapters/", "gguf": "guides/convert/", "vllm": "guides/convert/"}
+RESULT = "document.querySelector('.md-search-result__link')?.href"
+
+
+def test_search_leads_to_the_page_meant(site: Path, page: Page) -> None:
+    handler = partial(SimpleHTTPRequestHandler, directory=site)
+    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        home = f"http://127.0.0.1:{server.server_port}/"
+        for word, expected in FOUND.items():
+            page.open(f"{home}?q={word}")
+            end = time.monotonic() + 20
+            while (first := page.run(RESULT)) is None and time.monotonic() < end:
+                time.sleep(0.05)
+            assert first is not None and first.partition("?")[0] == home + expected, word
+        server.shutdown()
