@@ -551,8 +551,9 @@ def compare_recipes(
             if where is not None:
                 first[i, j] = first[j, i] = tuple(map(int, np.unravel_index(int(where.argmax()), where.shape)))
     codes, scales, tensor_scales, values = shares
-    ids, errors = tuple(r.id for r in chosen), np.array([_errors(array, parts[3].array) for parts in results]).T
-    return RecipeComparison(ids, codes, scales, tensor_scales, values, first, *errors, np.array(bits))
+    ids = tuple(r.id for r in chosen)
+    sqnr, largest, relative = np.array([_errors(array, parts[3].array) for parts in results]).T
+    return RecipeComparison(ids, codes, scales, tensor_scales, values, first, sqnr, largest, relative, np.array(bits))
 
 
 def _errors(x: np.ndarray, values: np.ndarray) -> tuple[float, float, float]:
@@ -582,8 +583,8 @@ def _parts_by(x: np.ndarray, r: Recipe, axis: int, tensor_amax: Any) -> tuple[tu
     codes = np.moveaxis(unpacked(q.packed, r.element.packing), -1, q.axis)
     tensor_scales = None if q.tensor_scale is None else _bits(q.tensor_scale)
     scales = _Part(q.block_scale, (r.element, r.scale, r.block_size))
-    values = _Part(_bits(dequantize(q, np.float32)))
-    return (_Part(codes, r.element), scales, _Part(tensor_scales), values), q.bits_per_value
+    decoded = _Part(_bits(dequantize(q, np.float32)))
+    return (_Part(codes, r.element), scales, _Part(tensor_scales), decoded), q.bits_per_value
 
 
 def _bits(values: np.ndarray) -> np.ndarray:

@@ -156,12 +156,12 @@ def test_help_and_version(capsys) -> None:
 
 
 def test_the_help_of_convert_shows_ten_options_and_help_all_the_rest(capsys) -> None:
-    shown = []
-    for option in ("--help", "--help-all", "--help"):
+    def shown(option: str) -> set[str]:
         assert main(["convert", option]) == 0
-        shown.append({*re.findall(r"^  (?:-h, )?(--[a-z-]+)", capsys.readouterr().out, re.MULTILINE)})
-    usual, everything, again = shown
-    assert usual == again and len(usual) == 12 and {"--help", "--help-all", "--recipe", "--resume"} < usual < everything
+        return {*re.findall(r"^  (?:-h, )?(--[a-z-]+)", capsys.readouterr().out, re.MULTILINE)}
+
+    usual, everything = shown("--help"), shown("--help-all")
+    assert usual == shown("--help") and len(usual) == 12 and {"--recipe", "--resume"} < usual < everything
     assert everything == {one for one in commands()["convert"]._option_string_actions if one.startswith("--")}
 
 
