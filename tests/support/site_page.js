@@ -26,9 +26,16 @@ function texts() {
   return [Math.min(...all.map(size)), all.filter(isCut).map((text) => text.textContent)];
 }
 
+// whether a picture shows the drawing for the window's width, which browsers load a moment after a resize
+function isCurrent(image) {
+  const narrow = image.parentElement.querySelector("source");
+  return !narrow || matchMedia(narrow.media).matches === image.currentSrc.endsWith(narrow.getAttribute("srcset").split("/").pop());
+}
+
 // [address, width divided by the natural width] of every picture, once all are loaded
 async function pictures() {
   const all = [...document.querySelectorAll("article img[src$='.svg']")];
+  for (let i = 0; i < 500 && !all.every(isCurrent); ++i) await new Promise((done) => setTimeout(done, 10));
   await Promise.all(all.map((image) => image.decode()));
   return all.map((image) => [image.currentSrc, image.width / image.naturalWidth]);
 }
