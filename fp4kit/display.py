@@ -15,6 +15,7 @@ from fp4kit.formats import IntegerOrFloat
 from fp4kit.layouts import unpack, unswizzle_scales
 from fp4kit.quantized.container import PARTS, Quantized
 from fp4kit.recipes import ALIASES, PRODUCER_ALIASES, Recipe
+from fp4kit.recipes.schema import tensor_scale_dtype
 from fp4kit.recipes.table import is_listed
 
 Row = tuple[str, ...]
@@ -322,7 +323,8 @@ def recipe_panel(r: Recipe) -> Panel:
     default.
     """
     block = f"{r.block[0]} x {r.block[1]} block" if r.block else "block"
-    covered = {"tensor": "float32 per tensor", "row": "float32 per row", "block": f"float32 per {block}"}
+    dtype = tensor_scale_dtype(r)
+    covered = {"tensor": f"{dtype} per tensor", "row": f"{dtype} per row", "block": f"{dtype} per {block}"}
     scales = [f"{r.scale} per {block}" if r.scale else "", covered.get(r.tensor_scaling, "")]
     names = [name for name, target in ALIASES.items() if target == r.id]
     kind = "in the table" if is_listed(r) else "a variant, not in the table"
@@ -337,7 +339,7 @@ def recipe_panel(r: Recipe) -> Panel:
         ("source", r.source),
         *((("versions", str(r.versions)),) if r.versions else ()),
     ]
-    return Panel(f"Recipe {r.id}", tuple(facts))
+    return Panel(f"Recipe {r.id}", tuple(fact for fact in facts if fact[1]))
 
 
 def _rules(r: Recipe) -> list[tuple[str, str]]:

@@ -1,7 +1,7 @@
 """Provide the hooks of the documentation site (mkdocs.yml). `mkdocs build` calls these functions.
 
-They add the pages of producers and the explorer, and point links that leave docs/ to the repository. The pages are
-generated from the recipes at each build, so they cannot differ from the code.
+They add the pages of producers and the explorer, point links that leave docs/ to the repository, and show narrow
+pictures in narrow windows. The pages are generated from the recipes at each build, so they cannot differ from the code.
 """
 
 from __future__ import annotations
@@ -18,17 +18,11 @@ import build_explorer  # noqa: E402
 import producer_pages  # noqa: E402
 from mkdocs.structure.files import File  # noqa: E402
 
+PICTURE = re.compile(r'<img [^>]*src="([^"]*/images/[^"]+|images/[^"]+)\.svg"[^>]*>')
+CELL = re.compile(r"(?<=<td>)[^<]+(?=</td>)")
+WITHOUT_CONTENTS = ("recipes.md", "guides/train-and-serve.md")  # pages whose tables need the whole width
+FOUND_FIRST = ("install.md", "guides/adapters.md", "guides/convert.md")  # by search, before pages that name the word
 LINK = re.compile(r"\]\((\.\./[^)#\s]+)")
-
-
-def on_config(config: Any) -> Any:
-    """Replace the entry "Producers" of the navigation by the pages of all producers. Return the changed config.
-
-    mkdocs calls this hook once, after it has read mkdocs.yml.
-    """
-    pages = [f"producers/{name}" for name in producer_pages.names()]
-    config.nav = [{"Producers": pages} if "Producers" in entry else entry for entry in config.nav]
-    return config
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -49,6 +43,10 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
 
     Raises FileNotFoundError for a link that leaves docs/ to a file that does not exist.
     """
+    if page.file.src_uri in WITHOUT_CONTENTS:
+        page.meta["hide"] = ["toc"]
+    if page.file.src_uri in FOUND_FIRST:
+        page.meta["search"] = {"boost": 2}
     here = (ROOT / "docs" / page.file.src_uri).parent
 
     def linked(match: re.Match[str]) -> str:
@@ -60,3 +58,15 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
         return f"]({config.repo_url.rstrip('/')}/blob/main/{target.relative_to(ROOT).as_posix()}"
 
     return LINK.sub(linked, markdown)
+
+
+def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
+    """Return a page's HTML, in which a window of at most 45 em (720 pixels) shows the narrow drawing of a picture.
+
+    Cells of tables may break paths after a slash or an underscore.
+
+    mkdocs calls this hook for every page. tools/pictures.py and tools/plots.py draw every picture twice.
+    """
+    html = CELL.sub(lambda cell: re.sub(r"(?<=\w)[/_](?=\w)", r"\g<0><wbr>", cell[0]), html)
+    source = r'<picture><source media="(max-width: 45em)" srcset="\1-narrow.svg">\g<0></picture>'
+    return PICTURE.sub(source, html)

@@ -1,14 +1,17 @@
 """Draw the pictures of README.md and docs/ into docs/images: python tools/pictures.py
 
 Each picture is an SVG file. It is computed from fp4kit or from a committed benchmark record, so a test can check that
-it is current. Colors follow the reader's light or dark setting. Differences also have a thick border and bold text, so
-that they are visible without color.
+it is current. Every picture is drawn twice, for columns of WIDE and of NARROW pixels, because text that shrinks with
+the column becomes unreadable; tools/mkdocs_hooks.py shows the one that fits. Colors follow the reader's light or dark
+setting. Differences also have a thick border and bold text, so that they are visible without color.
 """
 
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Callable, Iterable
+from functools import partial
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -21,10 +24,11 @@ import fp4kit
 ROOT = Path(__file__).resolve().parent.parent
 IMAGES = ROOT / "docs" / "images"
 RESULTS = ROOT / "benchmarks" / "results"
+WIDE, NARROW = 660, 372  # the site's column at 960 px and more, and at 420 px
 
 STYLE = """
 text { font: 13px system-ui, sans-serif; fill: #1f2328 }
-.small { font-size: 11px; fill: #59636e }
+.small { font-size: 12px; fill: #59636e }
 .title { font-size: 15px; font-weight: 600 }
 .number { font-family: ui-monospace, monospace; font-size: 12px; text-anchor: middle }
 .end { text-anchor: end }
@@ -53,6 +57,13 @@ def text(x: float, y: float, words: str, kind: str = "") -> str:
     return f'<text x="{x:g}" y="{y:g}" class="{kind}">{escape(words)}</text>'
 
 
+def lines(x: float, y: float, words: str, kind: str, width: float) -> list[str]:
+    """Return SVG text elements with the text `words`, wrapped to about `width` pixels; the first is at (x, y)."""
+    letter = {"title": 9.2, "small": 6.9}[kind.split()[0]]
+    wrapped = textwrap.wrap(words, int(width / letter))
+    return [text(x, y + 17 * n, part, kind) for n, part in enumerate(wrapped)]
+
+
 def box(x: float, y: float, width: float, height: float, kind: str) -> str:
     """Return an SVG rectangle with rounded corners, whose top left corner is at (x, y) in pixels.
 
@@ -69,8 +80,24 @@ def line(x1: float, y1: float, x2: float, y2: float, kind: str = "line") -> str:
     return f'<line x1="{x1:g}" y1="{y1:g}" x2="{x2:g}" y2="{y2:g}" class="{kind}"/>'
 
 
-def picture(width: int, height: int, title: str, parts: Iterable[str]) -> str:
-    """Return an SVG document of this size in pixels, made of the SVG elements `parts`. Screen readers read `title`."""
+def picture(width: int, heading: str, caption: str, title: str, height: float, parts: Iterable[str]) -> str:
+    """Return an SVG document of this width in pixels, made of a heading, the SVG elements `parts`, and a caption.
+
+    title: the text that screen readers read.
+    height: the height of `parts`, whose y begins at 0, below the heading.
+    """
+    above, below = (lines(12, 0, words, kind, width - 24) for words, kind in ((heading, "title"), (caption, "small")))
+    top = 17 * len(above) + 16
+    parts = [
+        '<g transform="translate(0 24)">',
+        *above,
+        f'</g>\n<g transform="translate(0 {top})">',
+        *parts,
+        f'</g>\n<g transform="translate(0 {top + height + 22:g})">',
+        *below,
+        "</g>",
+    ]
+    height = round(top + height + 17 * len(below) + 16)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" role="img"'
         f' aria-label="{escape(title)}">\n<title>{escape(title)}</title>\n<style>{STYLE}</style>\n'
@@ -78,48 +105,48 @@ def picture(width: int, height: int, title: str, parts: Iterable[str]) -> str:
     )
 
 
-def two_producers() -> str:
+def two_producers(width: int) -> str:
     """Return the SVG picture of one block of sixteen weights, quantized by two NVFP4 producers."""
     x = (np.random.default_rng(0).standard_normal((4096, 16)) * 0.02).astype(ml_dtypes.bfloat16)
     pair = [("Transformer Engine", "nvfp4-te"), ("compressed-tensors", "nvfp4-compressed-tensors")]
     found = [fp4kit.quantize(x, recipe) for _, recipe in pair]
     values = [fp4kit.formats.E2M1.decode(fp4kit.unpack(q.packed)) for q in found]
     row = int((values[0] != values[1]).sum(axis=1).argmax())
-    left, step = 190, 44
-    width = left + 17 * step + 20
-    parts = [text(12, 24, "The same sixteen bfloat16 weights become different NVFP4 bytes", "title")]
-    parts += [text(12, 58, "weight", "small"), text(left + 16.5 * step + 2, 44, "scale byte", "small middle")]
-    for i in range(16):
-        parts.append(text(left + (i + 0.5) * step, 58, f"{float(x[row, i]):.3f}".replace("0.", "."), "number"))
-    for n, ((name, recipe), q, value) in enumerate(zip(pair, found, values, strict=True)):
-        y = 72 + n * 44
-        parts += [text(12, y + 17, name), text(12, y + 32, recipe, "small")]
-        for i in range(16):
-            differs = values[0][row, i] != values[1][row, i]
-            parts.append(box(left + i * step + 1, y, step - 2, 34, "differs" if differs else "cell"))
-            parts.append(
-                text(
-                    left + (i + 0.5) * step, y + 22, f"{float(value[row, i]):g}", "number bold" if differs else "number"
-                )
-            )
-        bytes_ = [int(other.block_scale[row, 0]) for other in found]
-        kind = "differs" if bytes_[0] != bytes_[1] else "cell"
-        parts.append(box(left + 16 * step + 3, y, step - 2, 34, kind))
-        parts.append(text(left + 16.5 * step + 2, y + 22, f"{int(q.block_scale[row, 0]):#04x}", "number bold"))
+    scales = [int(q.block_scale[row, 0]) for q in found]
+    columns = 16 if width == WIDE else 8
+    step = 37 if width == WIDE else 39
+    parts, y = [], 0
+    for start in range(0, 16, columns):
+        y += 18
+        for i in range(columns):
+            weight = f"{float(x[row, start + i]):.3f}".replace("0.", ".")
+            parts.append(text(12 + (i + 0.5) * step, y, weight, "number"))
+        is_last = start + columns == 16
+        if is_last:
+            parts.append(text(12 + columns * step + 4, y, "scale", "small"))
+        for n, ((name, recipe), value) in enumerate(zip(pair, values, strict=True)):
+            parts.append(text(12, y + 22, f"{name}: {recipe}", "small"))
+            for i in range(columns):
+                differs = values[0][row, start + i] != values[1][row, start + i]
+                parts.append(box(13 + i * step, y + 28, step - 2, 30, "differs" if differs else "cell"))
+                kind = "number bold" if differs else "number"
+                parts.append(text(12 + (i + 0.5) * step, y + 47, f"{float(value[row, start + i]):g}", kind))
+            if is_last:
+                kind = "differs" if scales[0] != scales[1] else "cell"
+                parts.append(box(16 + columns * step, y + 28, step + 4, 30, kind))
+                parts.append(text(18 + (columns + 0.5) * step, y + 47, f"{scales[n]:#04x}", "number bold"))
+            y += 54
+        y += 14
     codes = int((values[0][row] != values[1][row]).sum())
-    parts.append(
-        text(
-            12,
-            184,
-            f"Each cell is a 4-bit value of E2M1; a weight is value × scale. {codes} of 16 values and the scale differ"
-            " (marked), because compressed-tensors rounds its tensor scale to bfloat16.",
-            "small",
-        )
+    caption = (
+        f"Each cell is a 4-bit value of E2M1; a weight is value × scale. {codes} of 16 values and the scale byte differ"
+        " (marked), because compressed-tensors rounds its tensor scale to bfloat16."
     )
     title = (
         f"One block of sixteen weights through two producers of NVFP4: {codes} of 16 values and the scale byte differ"
     )
-    return picture(width, 198, title, parts)
+    heading = "The same sixteen bfloat16 weights become different NVFP4 bytes"
+    return picture(width, heading, caption, title, y - 6, parts)
 
 
 SPEED = (  # (operation and recipe of a row in the GPU record, label in the picture)
@@ -131,104 +158,115 @@ SPEED = (  # (operation and recipe of a row in the GPU record, label in the pict
 )
 
 
-def speed() -> str:
+def speed(width: int) -> str:
     """Return a bar chart of the times of some operations, in fp4kit and in the fastest other library.
 
     Each time is divided by the time of a copy that moves as many bytes.
     """
     record = json.loads((RESULTS / "h200.json").read_text())
     rows = {(row["operation"], row["recipe"]): row for row in record["rows"] if row["dtype"] == "bfloat16"}
-    left, unit, top = 210, 92, 46
-    width, largest = 860, 6.2
-    parts = [text(12, 24, f"Time on one {record['device']}, as a multiple of a copy of the same bytes", "title")]
+    largest = 6.2
+    left = 206 if width == WIDE else 12
+    unit, above = (width - left - 14) / largest, 0 if left > 12 else 20
+    parts, step = [], 46 + above
     for n, (operation, recipe, words) in enumerate(SPEED):
         row: dict[str, Any] = rows[operation, recipe]
-        y = top + n * 46
+        y = 8 + n * step + above
         ours = row["us"] / row["copy_us"]
         peer, time = min(row["peers"].items(), key=lambda pair: pair[1])
         theirs = time / row["copy_us"]
-        parts += [text(left - 8, y + 20, words, "end"), box(left, y, ours * unit, 14, "ours")]
+        parts.append(text(left, y - 6, words) if above else text(left - 8, y + 20, words, "end"))
+        parts.append(box(left, y, ours * unit, 14, "ours"))
         parts.append(text(left + ours * unit + 6, y + 12, f"fp4kit {ours:.2f}", "small"))
         parts.append(box(left, y + 17, min(theirs, largest) * unit, 14, "peer"))
         more = f"{peer} {theirs:.1f}" if theirs <= largest else f"→ {peer} {theirs:.0f}"
         at = left + min(theirs, largest) * unit
-        inside = theirs > largest - 1.5
+        parts.append(line(left + unit, y - 4, left + unit, y + 36, "limit"))
+        inside = theirs > largest / 2
         parts.append(text(at - 6 if inside else at + 6, y + 29, more, "small end" if inside else "small"))
-    bottom = top + len(SPEED) * 46 - 8
-    parts += [line(left + unit, top - 8, left + unit, bottom, "limit"), line(left, top - 8, left, bottom)]
+    bottom = len(SPEED) * step
+    parts.append(line(left, 0, left, bottom))
     parts.append(text(left + unit, bottom + 16, "1 = a copy", "small middle"))
-    parts.append(
-        text(
-            12,
-            bottom + 36,
-            f"16384 x 16384 bfloat16, {record['date']}, commit {record['commit']}; the peer is the fastest of those"
-            " installed (benchmarks/results/h200.md).",
-            "small",
-        )
+    caption = (
+        f"16384 x 16384 bfloat16, {record['date']}, commit {record['commit']}; the peer is the fastest of those"
+        " installed (benchmarks/results/h200.md)."
     )
-    return picture(width, bottom + 48, "Times of fp4kit and of the fastest other library, relative to a copy", parts)
+    heading = f"Time on one {record['device']}, as a multiple of a copy of the same bytes"
+    title = "Times of fp4kit and of the fastest other library, relative to a copy"
+    return picture(width, heading, caption, title, bottom + 18, parts)
 
 
-def element() -> str:
+def element(width: int) -> str:
     """Return the SVG picture of E2M1's number line, with the code of each non-negative value."""
-    parts = [text(12, 24, "E2M1: eight magnitudes and a sign make sixteen codes of four bits", "title")]
-    left, unit, y = 40, 120, 80
-    parts.append(line(left, y, left + 6 * unit + 20, y))
+    left, unit, y = 28, (width - 62) / 6, 40
+    parts = [line(left, y, width - 12, y)]
     for code in range(8):
         value = float(fp4kit.formats.E2M1.decode(code))
         x = left + value * unit
+        below = 26 + 16 * (width == NARROW and code % 2)  # neighboring codes would touch
         parts += [
             line(x, y - 8, x, y + 8),
             text(x, y - 16, f"{value:g}", "number bold"),
-            text(x, y + 26, f"{code:04b}", "number"),
+            text(x, y + below, f"{code:04b}", "number"),
         ]
-    parts.append(
-        text(left, y + 50, "Values lie closer together near 0. Everything above 6 becomes 6 (it saturates).", "small")
+    return picture(
+        width,
+        "E2M1: eight magnitudes and a sign make sixteen codes of four bits",
+        "Values lie closer together near 0. Everything above 6 becomes 6 (it saturates).",
+        "The number line of E2M1: 0, 0.5, 1, 1.5, 2, 3, 4, 6",
+        y + 32 + 16 * (width == NARROW),
+        parts,
     )
-    return picture(820, 146, "The number line of E2M1: 0, 0.5, 1, 1.5, 2, 3, 4, 6", parts)
 
 
-def block() -> str:
+def block(width: int) -> str:
     """Return the SVG picture of a row that is cut into blocks of sixteen elements with one scale each."""
-    parts = [text(12, 24, "A row of 48 elements in NVFP4: three blocks of 16, one scale byte per block", "title")]
+    parts, step = [], (width - 12) / 3
+    cell = (step - 12) / 16
     for b in range(3):
-        x = 12 + b * 268
-        parts += [box(x, 40, 256, 30, "cell")]
-        parts += [line(x + 16 * i, 40, x + 16 * i, 70) for i in range(1, 16)]
-        parts += [
-            line(x + 128, 70, x + 128, 88),
-            box(x + 98, 88, 60, 28, "differs"),
-            text(x + 128, 107, "scale", "number"),
-        ]
-    parts.append(
-        text(
-            12,
-            136,
-            "MXFP4 has blocks of 32. A 16 x 16 block has one scale, so that the transposed matrix has the same scales.",
-            "small",
-        )
+        x = 12 + b * step
+        parts += [box(x, 0, 16 * cell, 30, "cell")]
+        parts += [line(x + cell * i, 0, x + cell * i, 30) for i in range(1, 16)]
+        middle = x + 8 * cell
+        parts += [line(middle, 30, middle, 48), box(middle - 30, 48, 60, 28, "differs")]
+        parts.append(text(middle, 67, "scale", "number"))
+    return picture(
+        width,
+        "A row of 48 elements in NVFP4: three blocks of 16, one scale byte per block",
+        "MXFP4 has blocks of 32. A 16 x 16 block has one scale, so that the transposed matrix has the same scales.",
+        "A row of 48 elements, cut into three blocks of 16 with one scale each",
+        78,
+        parts,
     )
-    return picture(820, 148, "A row of 48 elements, cut into three blocks of 16 with one scale each", parts)
 
 
-def tensor_scale() -> str:
+def tensor_scale(width: int) -> str:
     """Return the SVG picture of the two levels of scales of NVFP4: block scales and the tensor scale."""
     steps = (
-        ("4-bit value", "6"),
-        ("× block scale, E4M3", "448"),
-        ("× tensor scale, float32", "3.34e-05"),
-        ("= weight", "0.0898"),
+        ("4-bit value", "E2M1", "6"),
+        ("× block scale", "E4M3", "448"),
+        ("× tensor scale", "float32", "3.34e-05"),
+        ("= weight", "", "0.0898"),
     )
-    parts = [text(12, 24, "NVFP4 has two levels of scales; both multiply when a value is decoded", "title")]
-    for n, (words, example) in enumerate(steps):
-        x = 12 + n * 202
-        parts += [box(x, 40, 190, 54, "differs" if n == 2 else "cell")]
-        parts += [text(x + 95, 62, words, "middle"), text(x + 95, 84, example, "number bold")]
-    parts.append(text(12, 116, "MXFP4 has block scales only: powers of two, stored as E8M0.", "small"))
-    return picture(820, 128, "value times block scale times tensor scale gives the weight", parts)
+    parts, columns = [], 4 if width == WIDE else 2
+    step = (width - 12) / columns
+    for n, (words, kind, example) in enumerate(steps):
+        x, y = 12 + n % columns * step, n // columns * 84
+        parts += [box(x, y, step - 12, 72, "differs" if n == 2 else "cell")]
+        middle = x + step / 2 - 6
+        parts += [text(middle, y + 22, words, "middle"), text(middle, y + 40, kind, "small middle")]
+        parts.append(text(middle, y + 60, example, "number bold"))
+    return picture(
+        width,
+        "NVFP4 has two levels of scales; both multiply when a value is decoded",
+        "MXFP4 has block scales only: powers of two, stored as E8M0.",
+        "value times block scale times tensor scale gives the weight",
+        84 * 4 / columns - 10,
+        parts,
+    )
 
 
-def recipe() -> str:
+def recipe(width: int) -> str:
     """Return the SVG picture of the steps of a recipe, with an example of how producers differ at each step."""
     steps = (
         ("amax", "the largest magnitude", "with or without NaN"),
@@ -237,17 +275,32 @@ def recipe() -> str:
         ("code", "the nearest 4-bit value", "ties: even, zero, away"),
         ("decode", "value × scales", "order and dtype vary"),
     )
-    parts = [text(12, 24, "A recipe fixes every step; producers may differ at each", "title")]
-    for n, (name, does, differs) in enumerate(steps):
-        x = 12 + n * 162
-        parts += [box(x, 40, 150, 84, "cell"), text(x + 75, 62, name, "middle bold")]
-        parts += [text(x + 75, 84, does, "small middle"), text(x + 75, 108, differs, "small middle")]
-        if n < 4:
-            parts.append(line(x + 150, 82, x + 162, 82))
-    return picture(826, 136, "The steps of a recipe: amax, scale, quotient, code, decode", parts)
+    parts, step = [], (width - 12) / 5
+    for n, (name, *sentences) in enumerate(steps):
+        if width == WIDE:
+            x = 12 + n * step
+            parts += [box(x, 0, step - 12, 116, "cell"), text(x + step / 2 - 6, 22, name, "middle bold")]
+            for y, words in zip((46, 86), sentences, strict=True):
+                parts += lines(x + step / 2 - 6, y, words, "small middle", step - 12)
+            if n < 4:
+                parts.append(line(x + step - 12, 58, x + step, 58))
+        else:
+            parts += [box(12, 62 * n, width - 24, 50, "cell"), text(22, 62 * n + 30, name, "bold")]
+            parts += [text(120, 62 * n + 21 + 18 * i, words, "small") for i, words in enumerate(sentences)]
+            if n < 4:
+                parts.append(line(width / 2, 62 * n + 50, width / 2, 62 * n + 62))
+    caption = "The first line of each step says what it does, and the second how producers differ."
+    return picture(
+        width,
+        "A recipe fixes every step; producers may differ at each",
+        caption,
+        "The steps of a recipe: amax, scale, quotient, code, decode",
+        118 if width == WIDE else 300,
+        parts,
+    )
 
 
-def container() -> str:
+def container(width: int) -> str:
     """Return the SVG picture of the tensor names under which two containers store one layer."""
     rows = (
         ("", "Model-Optimizer", "compressed-tensors"),
@@ -256,36 +309,42 @@ def container() -> str:
         ("tensor scale", "weight_scale_2", "weight_global_scale = 1 / scale"),
         ("config", "hf_quant_config.json", "config.json"),
     )
-    parts = [text(12, 24, "A container fixes names, dtypes and configs; the code bytes stay the same", "title")]
-    for n, (what, left, right) in enumerate(rows):
-        y = 38 + n * 30
-        kind = "bold" if n == 0 else ""
-        parts += [
-            text(12, y + 20, what),
-            box(130, y, 300, 26, "cell"),
-            box(440, y, 340, 26, "differs" if n == 3 else "cell"),
-        ]
-        parts += [text(140, y + 18, left, kind), text(450, y + 18, right, kind)]
-    return picture(820, 200, "The same layer under the names of Model-Optimizer and of compressed-tensors", parts)
-
-
-def packing() -> str:
-    """Return the SVG picture of a byte that holds two codes."""
-    parts = [text(12, 24, "Two codes per byte: the even element is in the low nibble", "title")]
-    for n, words in enumerate(("high nibble: element 1", "low nibble: element 0")):
-        parts += [box(12 + n * 210, 40, 200, 34, "cell"), text(112 + n * 210, 62, words, "middle")]
-    parts.append(
-        text(
-            12,
-            98,
-            "GGUF files order nibbles differently; fp4kit converts them when it reads or writes such a file.",
-            "small",
-        )
+    beside = width == WIDE
+    each = (width - 124) / (1 + beside)
+    parts = []
+    for column in range(2):
+        x, down = (112 + column * each, 0) if beside else (112, column * 162)
+        for n, row in enumerate(rows):
+            y = down + 30 * n
+            parts += [text(12, y + 18, row[0])] if not (beside and column) else []
+            parts.append(box(x, y, each - 8 * beside, 26, "differs" if n == 3 and column else "cell"))
+            parts.append(text(x + 8, y + 18, row[1 + column], "bold" if n == 0 else ""))
+    return picture(
+        width,
+        "A container fixes names, dtypes and configs; the code bytes stay the same",
+        "compressed-tensors stores the reciprocal of the tensor scale (marked).",
+        "The same layer under the names of Model-Optimizer and of compressed-tensors",
+        150 if beside else 312,
+        parts,
     )
-    return picture(820, 110, "A byte holds element 1 in its high nibble and element 0 in its low nibble", parts)
 
 
-PICTURES: dict[str, Callable[[], str]] = {
+def packing(width: int) -> str:
+    """Return the SVG picture of a byte that holds two codes."""
+    parts = []
+    for n, words in enumerate(("high nibble: element 1", "low nibble: element 0")):
+        parts += [box(12 + n * 180, 0, 176, 34, "cell"), text(100 + n * 180, 22, words, "middle")]
+    return picture(
+        width,
+        "Two codes per byte: the even element is in the low nibble",
+        "GGUF files order nibbles differently; fp4kit converts them when it reads or writes such a file.",
+        "A byte holds element 1 in its high nibble and element 0 in its low nibble",
+        38,
+        parts,
+    )
+
+
+_DRAWN: dict[str, Callable[[int], str]] = {
     "two-producers": two_producers,
     "speed": speed,
     "element": element,
@@ -294,6 +353,12 @@ PICTURES: dict[str, Callable[[], str]] = {
     "recipe": recipe,
     "container": container,
     "packing": packing,
+}
+# {file name without .svg: the function that draws it}
+PICTURES: dict[str, Callable[[], str]] = {
+    name + ending: partial(draw, width)
+    for name, draw in _DRAWN.items()
+    for ending, width in (("", WIDE), ("-narrow", NARROW))
 }
 
 

@@ -35,25 +35,26 @@ def producers() -> dict[str, list[Recipe]]:
     return found
 
 
-def names() -> list[str]:
-    """Return the file names of all pages, the overview first."""
-    return ["index.md", *(f"{name}.md" for name in producers())]
-
-
 def pages() -> dict[str, str]:
     """Return {file name: Markdown text} of all pages."""
     return {"index.md": overview()} | {f"{name}.md": page(name, rs) for name, rs in producers().items()}
 
 
 def overview() -> str:
-    """Return the Markdown page that lists all producers, with their numbers of recipes and the versions checked."""
-    rows = [(f"[{PRODUCER_NAMES[name]}]({name}.md)", str(len(rs)), _versions(rs)) for name, rs in producers().items()]
+    """Return the Markdown page that lists all producers, with their formats, recorded outputs and versions."""
+    rows = []
+    for name, recipes in producers().items():
+        equal, compared = (sum(counts) for counts in zip(*(_recorded(r) for r in recipes), strict=True))
+        formats = ", ".join(sorted({r.id.split("-")[0].upper() for r in recipes}))
+        outputs = f"{equal:,} of {compared:,} equal" if compared else "none"
+        rows.append((f"[{PRODUCER_NAMES[name]}]({name}.md)", formats, str(len(recipes)), outputs, _versions(recipes)))
     text = (
-        "A *producer* is a library that quantizes, and a *recipe* is the arithmetic of one producer. This section has"
-        " one page per producer. Each page lists the recipes that reproduce the producer, their formulas, and the"
-        " number of recorded outputs that were compared.\n\n"
+        "A *producer* is a library that quantizes, and a *recipe* is the arithmetic of one producer. The page of each"
+        ' producer lists its recipes, with their formulas. The column "recorded outputs" counts the arrays that the'
+        " producer computed and that fp4kit was compared with.\n\n"
     )
-    return f"# Producers\n\n{text}{markdown(('producer', '#recipes', 'versions checked'), rows)}\n"
+    columns = ("producer", "formats", "recipes", "recorded outputs", "versions checked")
+    return f"# Producers\n\n{text}{markdown(columns, rows)}\n"
 
 
 def page(name: str, recipes: list[Recipe]) -> str:

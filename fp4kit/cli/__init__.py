@@ -80,7 +80,8 @@ def _run(task: command.GuardedCommand, argv: Sequence[str] | None) -> int:
     except SystemExit as stop:  # raised by argparse after --help and --version
         return int(stop.code or 0)
     if args.command is None:
-        raise ValueError("got no command; a command is needed, such as convert; see fp4kit --help")
+        parser(arguments).print_help()
+        return 0
     task.name = args.command
     task.destination = args.writes(args) if args.writes else None
     return int(

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
@@ -226,10 +226,12 @@ class Parser(argparse.ArgumentParser):
     examples: {command line: what it does}, which the help shows after the usage.
     hints: {option, "option value" or command that users may try although it does not exist: end of the error message}.
         This text replaces the suggestion. The key "" is for a superfluous positional argument, which replaces {}.
+    usual: the options that --help shows; --help-all shows all. If empty, --help shows all.
     """
 
     examples: Mapping[str, str] = {}
     hints: Mapping[str, str] = {}
+    usual: Collection[str] = ()
     _mixing = False
 
     def __init__(self, *args: Any, **options: Any) -> None:
@@ -237,7 +239,13 @@ class Parser(argparse.ArgumentParser):
 
     def format_help(self) -> str:
         """Return the text of --help: the usage, the examples, the rest. Without examples, it is argparse's text."""
+        helps = {one: one.help for one in self._actions if self.usual and one.option_strings}
+        rare = [one for one in helps if not {"-h", "--help-all", *self.usual} & {*one.option_strings}]
+        for one in rare:
+            one.help = argparse.SUPPRESS
         text = super().format_help()
+        for one in rare:
+            one.help = helps[one]
         if not self.examples:
             return text
         usage, _, rest = text.partition("\n\n")
@@ -317,6 +325,16 @@ def suggestion(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {closest[0]}?" if closest else ""
 
 
+class HelpAll(argparse.Action):
+    """Define the option --help-all, which prints the help with all options and exits."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        """Print the help and exit."""
+        parser.usual = ()
+        parser.print_help()
+        parser.exit()
+
+
 class PrintCompletion(argparse.Action):
     """Define the option --print-completion, which prints a completion script for a shell and exits.
 
@@ -341,6 +359,7 @@ class Command(NamedTuple):
     run: the function that runs it and returns its exit code.
     writes: the function from the arguments to what it will create; None if it creates nothing.
     parser: further arguments of the parser, such as its usage.
+    usual: the options that --help shows, if --help-all shows the rest.
     """
 
     run: Callable[[argparse.Namespace, Output], int]
@@ -350,6 +369,7 @@ class Command(NamedTuple):
     writes: Callable[[argparse.Namespace], Path | None] | None = None
     hints: Mapping[str, str] = {}
     parser: Mapping[str, Any] = {}
+    usual: Collection[str] = ()
 
 
 EXCLUSIVE = "exclusive"  # the section of options of which at most one may be given
@@ -369,7 +389,10 @@ def add_command(subparsers: Any, name: str, command: Command) -> None:
     description = command.description
     parser: Any = subparsers.add_parser(name, help=subparsers.help, description=description, **command.parser)
     parser.set_defaults(func=command.run, writes=command.writes)
-    parser.examples, parser.hints = command.examples, command.hints
+    parser.examples, parser.hints, parser.usual = command.examples, command.hints, command.usual
+    if command.usual:
+        everything = f"show all {len(command.options)} options"
+        parser.add_argument("--help-all", action=HelpAll, nargs=0, default=argparse.SUPPRESS, help=everything)
     groups = {"": parser}
     for one in (*_COMMON, *command.options):
         if one.section not in groups:

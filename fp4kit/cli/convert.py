@@ -570,5 +570,6 @@ COMMANDS = {
             "       fp4kit convert [options] --demo DST\n"
             "       fp4kit convert --remove-stale DST"
         },
+        usual="--recipe --format --engine --scheme --keep --only --activations --adapter --dry-run --resume".split(),
     ),
 }

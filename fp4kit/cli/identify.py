@@ -5,6 +5,7 @@ The verdict of identify says what explains most layers of a format; layers that 
 from __future__ import annotations
 
 import argparse
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -62,7 +63,15 @@ def _checkpoint_body(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _print_checkpoint(out: Output, body: dict[str, Any], items: Iterable[Item]) -> None:
-    """Print the content of a checkpoint."""
+    """Print the content of a checkpoint: a summary, and then its tensors and layers."""
+    totals = body["totals"]
+    total = decimal(sum(one["bytes"] for one in totals.values()))
+    out.line(f"total: {len(body['tensors'])} tensors in {len(body['files'])} file(s), {total}")
+    out.lines(f"{dtype}: {one['tensors']} tensors, {decimal(one['bytes'])}" for dtype, one in totals.items())
+    formats = Counter(layer["format"] for layer in body["layers"])
+    out.lines(f"quantized layers: {count} in {shown(name)}" for name, count in formats.items())
+    out.lines(f"{key}: {shown(value)}" for key, value in body["quantization"].items())
+    out.lines(f"warning: {text}" for text in body["warnings"])
     out.records(body["tensors"], {"tensor": "{name}", "dtype": "{dtype}", "shape": "{shape}", "#bytes": "{bytes}"})
     out.records(body["layers"], {"quantized layer": "{name}", "format": "{format}", "shape": "{shape}"})
     names: dict[tuple[str, str, str], list[str]] = {}
@@ -74,12 +83,6 @@ def _print_checkpoint(out: Output, body: dict[str, Any], items: Iterable[Item]) 
         ("read as", "place", "beside the layers", "why"),
         [(group, place, _brief(found), shown(why)) for (group, place, why), found in rows],
     )
-    totals = body["totals"]
-    out.lines(f"{dtype}: {one['tensors']} tensors, {decimal(one['bytes'])}" for dtype, one in totals.items())
-    total = decimal(sum(one["bytes"] for one in totals.values()))
-    out.line(f"total: {len(body['tensors'])} tensors in {len(body['files'])} file(s), {total}")
-    out.lines(f"{key}: {shown(value)}" for key, value in body["quantization"].items())
-    out.lines(f"warning: {text}" for text in body["warnings"])
 
 
 def _brief(names: list[str]) -> str:

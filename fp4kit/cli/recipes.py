@@ -192,7 +192,7 @@ def _selftest(args: argparse.Namespace, out: Output) -> int:
         cupy = imports.cupy()
         compiler = ".".join(map(str, compiler_version()))
     except RuntimeError as error:
-        raise OSError(str(error)) from error
+        raise OSError(f"{error}; selftest --host checks the compiled CPU engine instead") from error
     device = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)["name"].decode()
     out.verbatim(f"{device}, CuPy {cupy.__version__}, NVRTC {compiler}, fp4kit {__version__}")
     return report(selftest.ComparedEngine(cupy), golden, args.quick, out)

@@ -145,6 +145,7 @@ def compare_values(
 
 
 Count = tuple[int, int]  # (how many entries differ, how many were compared); (0, 0) if they cannot be compared
+_MEANINGFUL_ULP = 1 << 23  # a factor of 2 between two float32 numbers
 _NAN_POSITION = 1 << 12  # stands for NaN in _positions: farther from zero, in steps, than any value of any format
 _NARROW = (  # floats of ml_dtypes
     *("bfloat16", "float8_e4m3", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e4m3b11fnuz", "float8_e5m2"),
@@ -234,11 +235,11 @@ class Comparison(Shown):
                 facts.append((name, f"{differing:>11,} of {compared:>14,} differ  ({share:.3g}%)"))
         if self.first is not None:
             at, x, y = self.first
-            # For codes, ulp would mislead, because 0 and the smallest code above it are about a billion ulp apart.
-            distance = f"{self.max_ulp:,} ulp"
+            # Numbers of different magnitude, such as 0 and a small code, are up to four billion ulp apart.
+            distance = f"{self.max_ulp:,} ulp, " if self.max_ulp < _MEANINGFUL_ULP else ""
             if self.max_steps:
-                distance = f"{self.max_steps} step{'s' * (self.max_steps > 1)} of {self.element}"
-            facts.append(("largest", f"{distance}, |a - b| = {self.max_error:.6g}; SQNR {self.sqnr:.2f} dB"))
+                distance = f"{self.max_steps} step{'s' * (self.max_steps > 1)} of {self.element}, "
+            facts.append(("largest", f"{distance}|a - b| = {self.max_error:.6g}; SQNR {self.sqnr:.2f} dB"))
             digits = 17 if x != y and f"{x:.9g}" == f"{y:.9g}" else 9
             facts.append(("first", f"at {at}: {x:.{digits}g} and {y:.{digits}g}"))
         title = f"{self.names[0]} and {self.names[1]}: {'equal in every bit' if self.equal else 'different'}"
@@ -408,10 +409,11 @@ OP = "compare_recipes"
 
 @dataclass(frozen=True, eq=False)
 class RecipeComparison(Shown):
-    """The result of fp4kit.compare_recipes: how the results of several recipes differ. print() shows two tables.
+    """The result of fp4kit.compare_recipes: how close each recipe is to x, and how the recipes differ.
 
-    All attributes except `recipes` are arrays of shape (n, n) for n recipes. Entry [i, j] compares recipes i and j, and
-    equals entry [j, i]. On the diagonal, shares are 0, and `first` is None.
+    print() shows three tables. sqnr, max_error, relative_error and bits_per_value are float64 arrays of shape (n,) for
+    n recipes. codes to first are arrays of shape (n, n): entry [i, j] compares recipes i and j, and equals entry
+    [j, i]. On the diagonal, shares are 0, and `first` is None.
 
     Attributes:
         recipes: the ids of the recipes.
@@ -425,6 +427,10 @@ class RecipeComparison(Shown):
         first: array of objects. Each is the index in x, a tuple of ints, of the first element whose code differs. If
             all codes are equal or cannot be compared, it is the index of the first element whose value differs. It is
             None if all values are equal too.
+        sqnr: 10 log10(sum x^2 / sum (x - y)^2) in dB for the decoded values y; larger is better.
+        max_error: the largest |x - y|.
+        relative_error: sqrt(sum (x - y)^2 / sum x^2).
+        bits_per_value: the bits of codes and scales per value; NaN if a recipe gives no codes.
 
     Examples:
         >>> import fp4kit, numpy as np
@@ -440,6 +446,10 @@ class RecipeComparison(Shown):
     tensor_scales: np.ndarray
     values: np.ndarray
     first: np.ndarray
+    sqnr: np.ndarray
+    max_error: np.ndarray
+    relative_error: np.ndarray
+    bits_per_value: np.ndarray
 
     def __repr__(self) -> str:
         """Return one line with the number of recipes and of pairs whose values are all equal."""
@@ -448,8 +458,15 @@ class RecipeComparison(Shown):
         return f"RecipeComparison({len(self.recipes)} recipes; {equal} of {len(pairs[0])} pairs have equal values)"
 
     def _panels(self) -> Iterator[Panel]:
-        """Yield a matrix of the shares of differing codes, and a table of all shares with one row per pair."""
+        """Yield the errors of every recipe, a matrix of the shares of differing codes, and all shares per pair."""
         n = len(self.recipes)
+        numbers = zip(self.sqnr, self.max_error, self.relative_error, self.bits_per_value, strict=True)
+        errors = tuple(
+            (id, f"{sqnr:.2f}", f"{largest:.4g}", f"{100 * relative:.3g}%", "n/a" if np.isnan(bits) else f"{bits:.4g}")
+            for id, (sqnr, largest, relative, bits) in zip(self.recipes, numbers, strict=True)
+        )
+        heads = ("recipe", "SQNR, dB", "largest error", "relative error", "bits per value")
+        yield Panel("Distance from x", columns=heads, rows=errors)
         # The diagonal shows "-", and a pair whose codes cannot be compared shows "n/a".
         matrix = [["-" if i == j else _percent(self.codes[i, j]) for j in range(n)] for i in range(n)]
         rows = tuple(
@@ -474,7 +491,7 @@ def _percent(fraction: float) -> str:
 def compare_recipes(
     x: Array, recipes: Sequence[RecipeId | Recipe], *, axis: int = -1, tensor_amax: Any = None
 ) -> RecipeComparison:
-    """Quantize x by several recipes, and report for every pair what share of codes, scales and values differs.
+    """Quantize x by several recipes, and report how close each is to x, and what differs between every pair.
 
     Args:
         x: float32, float16 or bfloat16 array, as for fp4kit.quantize. An array on a GPU is first copied to the host.
@@ -491,12 +508,17 @@ def compare_recipes(
 
     Numerics:
         Values are those of fp4kit.dequantize in float32, or of fp4kit.fake_quantize for recipes that only
-        fake-quantize. Codes are compared as bit patterns, so 0 and -0 differ.
+        fake-quantize. Codes are compared as bit patterns, so 0 and -0 differ. Errors are computed in float64.
 
     Examples:
         >>> import fp4kit, numpy as np
         >>> x = np.random.default_rng(0).standard_normal((64, 256), dtype=np.float32)
         >>> print(fp4kit.compare_recipes(x, ["nvfp4-te", "nvfp4-flashinfer", "mxfp4"]))
+        Distance from x
+          recipe            SQNR, dB  largest error  relative error  bits per value
+          nvfp4-te             20.41          0.519           9.54%           4.502
+          nvfp4-flashinfer     20.41          0.519           9.54%           4.502
+          mxfp4-ocp            18.81         0.9577           11.5%            4.25
         Codes that differ
           recipe                   1      2      3
           1  nvfp4-te              -     0%  54.9%
@@ -516,7 +538,7 @@ def compare_recipes(
     array: np.ndarray = import_to_host(OP, x=x)
     for r in chosen:
         fake_call(OP, array, r, axis, tensor_amax=None if r.tensor_scaling == "none" else tensor_amax)
-    results = [_parts_by(array, r, axis, tensor_amax) for r in chosen]
+    results, bits = zip(*(_parts_by(array, r, axis, tensor_amax) for r in chosen), strict=True)
     n = len(chosen)
     shares, first = np.zeros((4, n, n)), np.full((n, n), None, object)
     for i, a in enumerate(results):
@@ -529,7 +551,19 @@ def compare_recipes(
             if where is not None:
                 first[i, j] = first[j, i] = tuple(map(int, np.unravel_index(int(where.argmax()), where.shape)))
     codes, scales, tensor_scales, values = shares
-    return RecipeComparison(tuple(r.id for r in chosen), codes, scales, tensor_scales, values, first)
+    ids = tuple(r.id for r in chosen)
+    sqnr, largest, relative = np.array([_errors(array, parts[3].array) for parts in results]).T
+    return RecipeComparison(ids, codes, scales, tensor_scales, values, first, sqnr, largest, relative, np.array(bits))
+
+
+def _errors(x: np.ndarray, values: np.ndarray) -> tuple[float, float, float]:
+    """Return (SQNR in dB, largest error, relative error) of values, which are bit patterns of float32."""
+    if not x.size:
+        return np.nan, np.nan, np.nan
+    found = Differences(False)
+    with np.errstate(all="ignore"):
+        found.add_errors(x, values.view(np.float32))
+        return found.sqnr, found.max_error, float(10 ** (-found.sqnr / 20))
 
 
 class _Part(NamedTuple):
@@ -539,17 +573,18 @@ class _Part(NamedTuple):
     format: Any = None
 
 
-def _parts_by(x: np.ndarray, r: Recipe, axis: int, tensor_amax: Any) -> tuple[_Part, _Part, _Part, _Part]:
-    """Return the codes, block scales, tensor scales and values that a recipe gives for x."""
+def _parts_by(x: np.ndarray, r: Recipe, axis: int, tensor_amax: Any) -> tuple[tuple[Any, ...], float]:
+    """Return the codes, block scales, tensor scales and values that a recipe gives for x, and the bits per value."""
     given = None if r.tensor_scaling == "none" else tensor_amax
     if r.fake_only:
         values = np.asarray(fake_quantize(x, r, axis=axis, tensor_amax=given), np.float32)
-        return _Part(None), _Part(None), _Part(None), _Part(_bits(values))
+        return (_Part(None), _Part(None), _Part(None), _Part(_bits(values))), np.nan
     q: Quantized = quantize(x, r, axis=axis, tensor_amax=given)
     codes = np.moveaxis(unpacked(q.packed, r.element.packing), -1, q.axis)
     tensor_scales = None if q.tensor_scale is None else _bits(q.tensor_scale)
     scales = _Part(q.block_scale, (r.element, r.scale, r.block_size))
-    return _Part(codes, r.element), scales, _Part(tensor_scales), _Part(_bits(dequantize(q, np.float32)))
+    decoded = _Part(_bits(dequantize(q, np.float32)))
+    return (_Part(codes, r.element), scales, _Part(tensor_scales), decoded), q.bits_per_value
 
 
 def _bits(values: np.ndarray) -> np.ndarray:

@@ -5,6 +5,7 @@ The steps are recorded while the specification computes the block of the element
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -243,7 +244,10 @@ def _explained(call: Call, index: tuple[int, ...]) -> Iterable[ExplainedStep]:
             run(OP, "fake_quantize", False, crop)
         else:
             run(OP, "dequantize", False, run(OP, "quantize", False, crop), crop.x.dtype)
-    return _readable([_picked(step, crop.x.shape, row, column) for step in steps])
+    # Without block scales, the "tensor scales" of a recipe with one per block are what its users call block scales.
+    per_block = crop.recipe.tensor_scaling == "block" and crop.recipe.scale is None
+    for step in _readable([_picked(step, crop.x.shape, row, column) for step in steps]):
+        yield replace(step, name=re.sub("^tensor ", "block ", step.name)) if per_block else step
 
 
 def _crop(call: Call, index: tuple[int, ...]) -> tuple[Call, int, int]:

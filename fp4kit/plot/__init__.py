@@ -78,7 +78,7 @@ def histogram(q: Quantized, *, ax: Any = None) -> Any:
         if abs(value) == top:
             bar.set(hatch="///", facecolor=ORANGE)
     ticks = positions[:: 1 if few else len(values) // 12]
-    ax.set_xticks(ticks, [f"{values[i]:.3g}" for i in ticks])
+    ax.set_xticks(ticks, [f"{values[i]:.3g}" for i in ticks], rotation=90 if len(ticks) > 15 else 0)
     ax.set(xlabel=f"value of {element.name} (hatched: the largest)", ylabel="share of elements", title=q.recipe.id)
     without_frame(ax)
     return ax
@@ -194,7 +194,7 @@ def number_line(element: ElementFormat, x: Any = None, *, ax: Any = None) -> Any
     if len(values) <= 32:
         for lower, upper in pairwise(values):
             ax.plot([(lower + upper) / 2] * 2, [-0.12, 0.12], ":", color=GREY)
-        ax.set_xticks(values, [f"{value:g}" for value in values], fontsize=8, rotation=90 if len(values) > 16 else 0)
+        ax.set_xticks(values, [f"{value:g}" for value in values], fontsize=8, rotation=90 if len(values) > 15 else 0)
     if x is not None:
         numbers = np.asarray(x, np.float32).reshape(-1)
         rounded = element.decode(element.encode(numbers))

@@ -25,6 +25,7 @@ from fp4kit.formats import E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, FLOATS, INT4, INT
 from fp4kit.layouts import check_axis, check_layout, pack, padded_shape
 from fp4kit.lazy import FUNCTIONS
 from fp4kit.recipes import Recipe, recipe_of
+from fp4kit.recipes.schema import tensor_scale_dtype
 from fp4kit.types import ScaleLayout
 
 # tensor rules that give a number even for a NaN amax
@@ -727,9 +728,15 @@ class Quantized:
 
     @property
     def bits_per_value(self) -> float:
-        """The number of bits of codes and scales per value; 0 if there are no values. tensor_amax is not counted."""
-        values = prod(self.shape)
-        return 8 * self.nbytes / values if values else 0.0
+        """The number of bits of codes and scales per value; 0 if there are no values. tensor_amax is not counted.
+
+        Scales that a recipe rounds to float16 or bfloat16 count as 16 bits, although tensor_scale holds them as
+        float32. So nbytes may be larger.
+        """
+        values, bits = prod(self.shape), 8 * self.nbytes
+        if tensor_scale_dtype(self.recipe) != "float32":
+            bits -= 16 * prod(self.tensor_scale.shape)
+        return bits / values if values else 0.0
 
     def __repr__(self) -> str:
         try:

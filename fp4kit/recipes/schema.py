@@ -250,6 +250,13 @@ def has_tall_scales(r: Recipe) -> bool:
     return r.tensor_scaling == "block" and r.block_rows > 1
 
 
+def tensor_scale_dtype(r: Recipe) -> str:
+    """Return the dtype that r rounds a tensor_scale to: "float16", "bfloat16", or "float32", in which all are held."""
+    first, _, rest = (r.tensor_rule or "").partition("_")
+    dtype = rest.partition("_")[0]
+    return dtype if first == "amax" and dtype in ("float16", "bfloat16") else "float32"
+
+
 @lru_cache(256)
 def searching(r: Recipe) -> Recipe:
     """Return the recipe with which r's search encodes and decodes a candidate, to measure its error."""

@@ -128,7 +128,6 @@ def test_formats_and_agreement(capsys, monkeypatch, engine) -> None:
         (["convert", "a", "b", "--format", "nvfp4"], "no 'nvfp4'; formats are containers; use --recipe nvfp4"),
         (["xyzzy"], "fp4kit: argument COMMAND: there is no 'xyzzy'; needs one of convert, reconcile, diff, "),
         (["--print-completion", "fish"], "argument --print-completion: there is no 'fish'; needs one of bash, zsh"),
-        ([], "fp4kit: got no command; a command is needed, such as convert; see fp4kit --help"),
         (["recipes", "nvfp4-tee"], "did you mean 'nvfp4-te' or "),
         (["recipes", "nvfp4-ta"], "fp4kit recipes: recipe: no recipe is called 'nvfp4-ta'; did you mean 'nvfp4-te'"),
         (["recipes", "--golden", "x"], "fp4kit recipes: --golden was given without --check; add --check"),
@@ -152,8 +151,18 @@ def test_help_and_version(capsys) -> None:
     assert main(["--help"]) == 0
     out = capsys.readouterr().out
     assert "Exit codes: 0 done, 1 a difference" in out and "convert" in out
-    assert main(["convert", "--help"]) == 0 and "--remove-stale" in capsys.readouterr().out
+    assert main([]) == 0 and capsys.readouterr().out == out
     assert main(["--version"]) == 0 and capsys.readouterr().out == f"fp4kit {fp4kit.__version__}\n"
+
+
+def test_the_help_of_convert_shows_ten_options_and_help_all_the_rest(capsys) -> None:
+    def shown(option: str) -> set[str]:
+        assert main(["convert", option]) == 0
+        return {*re.findall(r"^  (?:-h, )?(--[a-z-]+)", capsys.readouterr().out, re.MULTILINE)}
+
+    usual, everything = shown("--help"), shown("--help-all")
+    assert usual == shown("--help") and len(usual) == 12 and {"--recipe", "--resume"} < usual < everything
+    assert everything == {one for one in commands()["convert"]._option_string_actions if one.startswith("--")}
 
 
 def test_help_lists_each_command_on_one_line_under_a_heading(capsys, monkeypatch) -> None:

@@ -382,8 +382,24 @@ def test_a_given_amax_reaches_recipes_with_a_tensor_scale(x):
     assert given.codes[0, 2] == np.mean(fp4kit.unpack(amax.packed) != fp4kit.unpack(other.packed))
 
 
+def test_distances_from_x_and_bits(x):
+    nf4 = fp4kit.custom_recipe("my-nf4", fp4kit.formats.NF4, "bfloat16", block=64)
+    found = fp4kit.compare_recipes(x, ["mxfp4-ocp", nf4, "mxfp4-fp-quant"])
+    for i, r in enumerate(("mxfp4-ocp", nf4, "mxfp4-fp-quant")):
+        expected = fp4kit.compare(x, fp4kit.fake_quantize(x, r))
+        assert found.max_error[i] == expected.max_error and found.sqnr[i] == pytest.approx(expected.sqnr, abs=1e-9)
+        assert found.relative_error[i] == pytest.approx(10 ** (-expected.sqnr / 20))
+    assert found.bits_per_value[:2].tolist() == [4.25, 4.25] and np.isnan(found.bits_per_value[2])
+
+
+def test_a_large_distance_in_ulp_is_not_printed(x):
+    assert "ulp" not in str(fp4kit.compare(x, fp4kit.quantize(x, "nvfp4-te")))
+    assert "1 ulp, |a - b|" in str(fp4kit.compare(np.float32([1]), np.nextafter(np.float32([1]), np.float32(2))))
+
+
 def test_it_prints_a_matrix_and_a_table(x):
     found = fp4kit.compare_recipes(x, IDS[:2])
+    assert str(found).startswith("Distance from x")
     assert "Codes that differ" in str(found) and "1 and 2" in str(found) and "<table" in found._repr_html_()
     assert repr(found) == "RecipeComparison(2 recipes; 0 of 1 pairs have equal values)"
 

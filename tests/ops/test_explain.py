@@ -152,6 +152,13 @@ def test_formats_of_ones_own(recipe):
         assert "block scale before rounding" in names and found["block scale"].format == "UE5M3"
 
 
+def test_one_float32_scale_per_block_is_a_block_scale() -> None:
+    nf4 = fp4kit.custom_recipe("nf4", fp4kit.formats.NF4, "bfloat16", 64)
+    names = fp4kit.explain(np.linspace(-1, 2, 64, dtype=np.float32), nf4, 3).names
+    assert {"block amax", "block scale"} < {*names} and not any(name.startswith("tensor") for name in names)
+    assert "bfloat16 per 1 x 64 block" in str(nf4) and all(len(line.split()) > 1 for line in str(nf4).splitlines())
+
+
 def test_every_block_recipe_shows_its_scale_before_rounding():
     """Each rule records at least one number between the block amax and the block scale."""
     x = drawn(np.float32, True)

@@ -2,6 +2,7 @@
 
 import re
 import sys
+from itertools import pairwise
 
 import matplotlib
 import ml_dtypes
@@ -151,6 +152,15 @@ def test_without_matplotlib_the_error_says_what_to_install(x, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
     with pytest.raises(ImportError, match=r'fp4kit.plot needs matplotlib; run pip install "fp4kit\[plot\]"'):
         fp4kit.plot.number_line(fp4kit.formats.E2M1)
+
+
+def test_tick_labels_do_not_overlap():
+    nf4 = fp4kit.custom_recipe("nf4", fp4kit.formats.NF4, "float32", 64)
+    q = fp4kit.quantize(np.ones(64, np.float32), nf4)
+    for ax in fp4kit.plot.histogram(q), fp4kit.plot.number_line(fp4kit.formats.NF4):
+        ax.figure.canvas.draw()
+        boxes = [label.get_window_extent() for label in ax.get_xticklabels()]
+        assert all(a.x1 <= b.x0 for a, b in pairwise(boxes))
 
 
 ROW, BAD_ROW = np.ones(16, np.float32), np.full(16, np.nan, np.float32)

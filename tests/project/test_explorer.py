@@ -284,6 +284,15 @@ def test_bad_input_is_named(tab: Page, numbers: str, message: str) -> None:
     tab.run('document.querySelector("[data-example=example]").click(); 0')
     tab.run(f'document.getElementById("numbers").value = {json.dumps(numbers)}; update(); 0')
     assert tab.run('document.getElementById("problem").textContent') == message
+    hidden = '[...document.querySelectorAll("main > section")].every((one) => !one.offsetHeight)'
+    assert tab.run(hidden) and not tab.run(f'document.querySelector("[data-example=example]").click(); {hidden}')
+
+
+@needs_browser
+def test_typed_numbers_do_not_keep_the_amax_of_an_example(tab: Page) -> None:
+    assert tab.run('document.querySelector("[data-example=outlier]").click(); at("amax").value') == "24"
+    typed = 'at("numbers").dispatchEvent(new Event("input")); at("amax").value'
+    assert tab.run(typed) == "" and tab.run(f'at("amax").value = "3"; {typed}') == "3"
 
 
 @needs_browser

@@ -2,6 +2,7 @@
 // The page of the explorer: reads the form, runs the engine, and shows tables and pictures.
 
 const MAX_RECIPES = 4;
+let drawnAmax = null; // the tensor amax of the last random numbers; it does not hold for numbers that are typed
 const FOUR_OVER_SIX = "nvfp4-te-4over6-mse-448"; // the recipe whose choice of scale the error picture marks
 const BY_ID = new Map(RECIPES.map((recipe) => [recipe.id, recipe]));
 // A block of a tensor whose amax is 0.0947, for which two widespread producers differ.
@@ -53,6 +54,7 @@ function parsed(text) {
 
 /** Return what the form asks for. Throw an Error with a message for the user if it cannot be computed. */
 function request() {
+  at("count").textContent = "";
   const numbers = parsed(at("numbers").value);
   at("count").textContent = `${numbers.length} numbers`;
   const recipes = [...document.querySelectorAll("#recipes select")].map((one) => BY_ID.get(one.value)).filter(Boolean);
@@ -400,6 +402,7 @@ function update() {
     if (missing.length)
       throw new Error(`A scale of ${missing.join(", ")} is beyond what this page computes; fp4kit.quantize in Python computes it.`);
     const found = results.map(([, result]) => result);
+    hideResults(false); // before drawing, because a hidden picture has no width
     const lines = found.length > 1 ? found.slice(1).map((other) => firstDifference(found[0], other)) : ["Choose a second recipe to compare."];
     at("verdict").replaceChildren(...lines.map((text) => Object.assign(document.createElement("p"), { textContent: text })));
     showScales(asked, found);
@@ -410,8 +413,14 @@ function update() {
     drawError(asked, found, start);
     history.replaceState(null, "", address());
   } catch (error) {
+    hideResults(true);
     problem.textContent = error.message;
   }
+}
+
+/** Hide or show the results. Those of other numbers would mislead below an error. */
+function hideResults(hidden) {
+  document.querySelectorAll("main > section").forEach((section) => (section.hidden = hidden));
 }
 
 /** Put numbers into the form. kind: the example, random numbers, or random numbers of which one is large. */
@@ -423,6 +432,7 @@ function example(kind) {
   if (kind === "outlier") numbers[5] = 24;
   at("numbers").value = numbers.join(" ");
   at("amax").value = kind === "outlier" ? "24" : "5"; // 5: usual for a tensor of a million normal numbers
+  drawnAmax = at("amax").value;
 }
 
 /** Start the page: load the engine, fill the form, and react to it. */
@@ -431,6 +441,7 @@ async function start() {
   makeChoices();
   readAddress();
   at("offered").textContent = `${RECIPES.length} recipes are offered. ${LEFT_OUT}`;
+  at("numbers").addEventListener("input", () => { if (at("amax").value === drawnAmax) at("amax").value = ""; });
   at("form").addEventListener("input", update);
   at("form").addEventListener("submit", (event) => event.preventDefault());
   at("block").addEventListener("input", update);

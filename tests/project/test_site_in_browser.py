@@ -1,0 +1,83 @@
+"""Test the built site in a browser: pages fit into their column, and the text of pictures is large enough to read.
+
+`.ci/run` runs this file after it has installed mkdocs.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import pytest
+from checkpoint.browser import Page, binary, browser
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = (ROOT / "tests" / "support" / "site_page.js").read_text()
+LEAST = 11.9  # pixels of a text: 12, less what rounding may take
+pytestmark = pytest.mark.skipif(binary() is None, reason="needs chromium: apt-get install -y chromium")
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Build the site, and return its folder."""
+    pytest.importorskip("mkdocs", reason="needs the extra docs")
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "-q", "--strict", "-d", folder]
+    subprocess.run(command, cwd=ROOT, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}, check=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
+    with browser(tmp_path_factory.mktemp("profile")) as found:
+        yield found
+
+
+def call(page: Page, name: str) -> Any:
+    """Return the result of a function of SCRIPT, which the open page gets."""
+    asked = f"{SCRIPT};{name}()"
+    return page.send("Runtime.evaluate", expression=asked, returnByValue=True, awaitPromise=True)["result"]["value"]
+
+
+@pytest.fixture(scope="module")
+def sizes(page: Page) -> dict[str, float]:
+    """Return {name of a picture: the size of its smallest text in pixels}."""
+    page.send("Emulation.setDeviceMetricsOverride", width=1400, height=900, deviceScaleFactor=1, mobile=False)
+    found = {}
+    for path in sorted((ROOT / "docs" / "images").glob("*.svg")):
+        page.open(path.as_uri())
+        found[path.name], cut = call(page, "texts")
+        assert not cut, f"{path.name}: {cut}"
+    return found
+
+
+def test_texts_of_pictures_are_whole_and_large(sizes: dict[str, float]) -> None:
+    assert min(sizes.values()) > LEAST
+
+
+def test_no_page_is_wider_than_its_column(site: Path, page: Page, sizes: dict[str, float]) -> None:
+    for path in sorted(site.rglob("index.html")):
+        page.open(path.as_uri())
+        for width, scheme in ((width, scheme) for width in (420, 900, 1400) for scheme in ("light", "dark")):
+            page.send("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
+            page.send("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+            small = [name for name, ratio in call(page, "pictures") if ratio * sizes[Path(name).name] < LEAST]
+            assert call(page, "outside") + small == [], f"{path.relative_to(site)} at {width} px, {scheme}"
+
+
+def test_search_leads_to_the_page_meant(site: Path, page: Page) -> None:
+    meant = {"install": "install/", "lora": "guides/adapters/", "gguf": "guides/convert/", "vllm": "guides/convert/"}
+    with ThreadingHTTPServer(("127.0.0.1", 0), partial(SimpleHTTPRequestHandler, directory=site)) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        home = f"http://127.0.0.1:{server.server_port}/"
+        for word, expected in meant.items():
+            page.open(f"{home}?q={word}")
+            assert call(page, "firstResult") == home + expected, word
+        server.shutdown()
