@@ -3,8 +3,9 @@
 The main loop is found as follows. Every jump back to an earlier instruction closes a loop. A way through a loop leads
 from its first instruction to such a jump, and takes no other jump back, so that a loop inside it counts once. Of all
 ways, those that access the most bytes of global memory by the kernel's widest accesses are taken (16 bytes per thread
-in most kernels: the usual case, not the end of a row). Of these, the shortest one is counted. A kernel whose widest
-accesses are outside of every loop is counted from its start to its end.
+in most kernels: the usual case, not the end of a row), then those that access the most by words, which are at least 4
+bytes, so that codes are stored. Of these, the shortest one is counted. A kernel whose widest accesses are outside of
+every loop is counted from its start to its end.
 
 Elements per iteration: the bytes that these accesses load or store, whichever are more, divided by the size of an
 element. `setup` counts the shortest way from the kernel's start to the main loop. Instructions that a predicate
@@ -42,6 +43,7 @@ class Loop(NamedTuple):
 
 class _Way(NamedTuple):
     wide: int
+    words: int
     shortness: int
     loaded: int
     stored: int
@@ -91,7 +93,7 @@ class _Code:
 
     def ways(self, start: int, wide: int) -> dict[int, _Way]:
         """Return the best way from `start` to each instruction, without jumps back; `wide` is the width that counts."""
-        best = {start: _Way(0, 0, 0, 0)}
+        best = {start: _Way(0, 0, 0, 0, 0)}
         for i in range(start, self.size):
             if i not in best:
                 continue
@@ -101,9 +103,20 @@ class _Code:
                     best[j] = max(best.get(j, way), way)
         return best
 
+    def distance(self, end: int) -> int:
+        """Return the fewest instructions that are executed before the instruction `end`."""
+        count, frontier, seen = 0, {0}, {0}
+        while end not in seen:
+            frontier = {j for i in frontier for j in self.next[i]} - seen
+            seen |= frontier
+            count += 1
+        return count
+
     def _with(self, way: _Way, i: int, wide: int) -> _Way:
-        loaded, stored = (size if size >= wide else 0 for size in (self.loaded[i], self.stored[i]))
-        return _Way(way.wide + loaded + stored, way.shortness - 1, way.loaded + loaded, way.stored + stored)
+        sizes = self.loaded[i], self.stored[i]
+        loaded, stored = (size if size >= wide else 0 for size in sizes)
+        words = way.words + sum(size for size in sizes if size >= 4)
+        return _Way(way.wide + loaded + stored, words, way.shortness - 1, way.loaded + loaded, way.stored + stored)
 
 
 def main_loop(sass: str, kernel: str) -> Loop | None:
@@ -113,12 +126,11 @@ def main_loop(sass: str, kernel: str) -> Loop | None:
     if not wide:
         return None
     back = [(j, i) for i in range(code.size) for j in code.next[i] if j <= i]
-    best, start = _Way(0, 0, 0, 0), 0
+    best, start = _Way(0, 0, 0, 0, 0), 0
     for first in sorted({j for j, _ in back}):
         ways = code.ways(first, wide)
         best, start = max([(best, start), *((ways[i], first) for j, i in back if j == first and i in ways)])
     if not best.wide:
         ways = code.ways(0, wide)
         best = max(ways[i] for i in ways if not code.next[i])
-    setup = -code.ways(0, 1 << 20)[start].shortness - 1
-    return Loop(-best.shortness, max(best.loaded, best.stored), setup)
+    return Loop(-best.shortness, max(best.loaded, best.stored), code.distance(start))
