@@ -4,8 +4,8 @@
 
 Prints a table. Resident threads is the number of threads that fit on a multiprocessor with 65,536 registers and 2,048
 threads. The last two columns count thread instructions: per element in the main loop, and before it (see sass.py). They
-need nvdisasm on the PATH, which is part of CUDA; without CUDA: `pip install --target FOLDER nvidia-cuda-nvdisasm`, which
-puts it into FOLDER/nvidia/cu13/bin. The exit status is 1 if a kernel spills registers.
+need nvdisasm on the PATH, which is part of CUDA. The wheel nvidia-cuda-nvdisasm has it too, in nvidia/cu13/bin of the
+folder in `pip install --target`. The exit status is 1 if a kernel spills registers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from fp4kit.cuda.transforms import transpose_struct
 from fp4kit.formats import FLOATS
 from fp4kit.layouts import SCALE_LAYOUTS
 from fp4kit.recipes import RECIPES, Recipe
-from fp4kit.recipes.schema import with_row_blocks
+from fp4kit.recipes.schema import decoding, with_row_blocks
 from fp4kit.reference.stochastic import TE_SIGN_MASK
 
 F32, F16, BF16 = FLOATS
@@ -100,7 +100,9 @@ def table_kernel(r: Recipe) -> ReportedKernel:
 
 def dequantize_kernel(r: Recipe, dtype: np.dtype) -> ReportedKernel:
     """Return the kernel that decodes a recipe's codes to `dtype`."""
-    source = instantiation("dequantize", recipe_struct(r), Input=TYPES[dtype], Output=TYPES[dtype])
+    source = instantiation(
+        "dequantize", recipe_struct(decoding(with_row_blocks(r), dtype)), Input=TYPES[dtype], Output=TYPES[dtype]
+    )
     return ReportedKernel("dequantize_kernel", r.id, str(dtype), "", source)
 
 

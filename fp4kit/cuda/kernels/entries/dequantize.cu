@@ -236,7 +236,8 @@ FP4KIT_DEVICE void dequantize(const DequantizeArguments& a, Grid grid) {
     table[threadIdx.x] = entry_of<R, Out>(stored_scale<R>(threadIdx.x, whole_scale));
     __syncthreads();
   }
-  const bool fetches = threadIdx.x == 0 && even && reinterpret_cast<u64>(a.packed) % 16 == 0 && reinterpret_cast<u64>(a.scales) % 16 == 0;
+  const bool fetches = threadIdx.x == 0 && even && reinterpret_cast<u64>(a.packed) % 16 == 0 &&
+                       reinterpret_cast<u64>(a.scales) % 16 == 0;
   constexpr u32 kStep = kThreads * Traits::kUnroll;
   const auto entry = [&](u32 code, TensorScale t) {
     if constexpr (Traits::kTable)

@@ -171,8 +171,8 @@ FP4KIT_DEVICE E2m1Table table_of(Run<Out, 8> run) {
 }
 
 // Store the values of kCount E2M1 codes in kCount / 2 pairs of a 16-bit type. The first code is in the lowest bits of
-// `word`, and `table` holds the values of the codes 0 to 7. The instruction prmt (ptx.cuh) looks up the low and the high
-// bytes of four values at a time. Another prmt brings the sign bits of four codes to the tops of four bytes.
+// `word`, and `table` holds the values of the codes 0 to 7. The instruction prmt (ptx.cuh) looks up the low and the
+// high bytes of four values at a time. Another prmt brings the sign bits of four codes to the tops of four bytes.
 template <int kCount>
 FP4KIT_DEVICE void decode_pairs_e2m1(u32 word, E2m1Table table, u32 (&pairs)[kCount / 2]) {
   const u32 magnitudes = word & 0x77777777u, evens = word << 4;  // the top of a byte: an odd code's sign, an even one's
