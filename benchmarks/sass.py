@@ -1,11 +1,11 @@
 """Count the instructions of a kernel's main loop in its machine code (SASS).
 
 The main loop is found as follows. Every jump back to an earlier instruction closes a loop. A way through a loop leads
-from its first instruction to such a jump, and takes no other jump back, so that a loop inside it counts once. Of all
-ways, those that access the most bytes of global memory by the kernel's widest accesses are taken (16 bytes per thread
-in most kernels: the usual case, not the end of a row), then those that access the most by words, which are at least 4
-bytes, so that codes are stored. Of these, the shortest one is counted. A kernel whose widest accesses are outside of
-every loop is counted from its start to its end.
+from its first instruction to such a jump. It avoids loops inside it, or counts them once if it cannot. Of all ways,
+those that access the most bytes of global memory by the kernel's widest accesses are taken (16 bytes per thread in most
+kernels: the usual case, not the end of a row), then those that access the most by words of at least 4 bytes, so that
+codes are stored. Of these, the shortest one is counted. A kernel whose widest accesses are outside of every loop is
+counted from its start to its end.
 
 Elements per iteration: the bytes that these accesses load or store, whichever are more, divided by the size of an
 element. `setup` counts the shortest way from the kernel's start to the main loop. Instructions that a predicate
@@ -91,11 +91,15 @@ class _Code:
                 following.append(labels[target[1]])
             self.next.append([j for j in following if j < self.size])
 
-    def ways(self, start: int, wide: int) -> dict[int, _Way]:
-        """Return the best way from `start` to each instruction, without jumps back; `wide` is the width that counts."""
+    def ways(self, start: int, wide: int, avoided: set[int]) -> dict[int, _Way]:
+        """Return the best way from `start` to each instruction, without jumps back and without `avoided` instructions.
+
+        wide: the width of accesses that counts.
+        """
         best = {start: _Way(0, 0, 0, 0, 0)}
         for i in range(start, self.size):
-            if i not in best:
+            if i not in best or i in avoided:
+                best.pop(i, None)
                 continue
             way = best[i] = self._with(best[i], i, wide)
             for j in self.next[i]:
@@ -128,9 +132,13 @@ def main_loop(sass: str, kernel: str) -> Loop | None:
     back = [(j, i) for i in range(code.size) for j in code.next[i] if j <= i]
     best, start = _Way(0, 0, 0, 0, 0), 0
     for first in sorted({j for j, _ in back}):
-        ways = code.ways(first, wide)
-        best, start = max([(best, start), *((ways[i], first) for j, i in back if j == first and i in ways)])
+        ends = {i for j, i in back if j == first}
+        inner = {k for j, i in back if first < j and i < max(ends) for k in range(j, i + 1)}
+        for ways in (code.ways(first, wide, inner), code.ways(first, wide, set())):
+            if found := [(ways[i], first) for i in ends if i in ways]:
+                best, start = max((best, start), *found)
+                break
     if not best.wide:
-        ways = code.ways(0, wide)
+        ways = code.ways(0, wide, set())
         best = max(ways[i] for i in ways if not code.next[i])
     return Loop(-best.shortness, max(best.loaded, best.stored), code.distance(start))

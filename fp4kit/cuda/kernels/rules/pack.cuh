@@ -129,9 +129,7 @@ FP4KIT_DEVICE u32 encode_x4(const float* v) {
 template <class F>
 FP4KIT_DEVICE u32 encode_word(const float* v) {
 #if FP4KIT_HAS_CVT_E2M1
-  if constexpr (F::kIsE2m1)
-    return cvt_rn_satfinite_e2m1x2(v[1], v[0]) | cvt_rn_satfinite_e2m1x2(v[3], v[2]) << 8 |
-           cvt_rn_satfinite_e2m1x2(v[5], v[4]) << 16 | cvt_rn_satfinite_e2m1x2(v[7], v[6]) << 24;
+  if constexpr (F::kIsE2m1) return cvt_rn_satfinite_e2m1x8(v);
 #endif
   if constexpr (F::kStoredBits == 4) {
     u32 word = 0u;
