@@ -78,6 +78,7 @@ class _Code:
                 names.append((found[2] or "", found[3], found[4]))
         self.size = len(names)
         self.loaded, self.stored = [0] * self.size, [0] * self.size
+        self.exits = [i for i, (_, name, _) in enumerate(names) if name == "EXIT"]
         self.next: list[list[int]] = []
         for i, (predicate, name, rest) in enumerate(names):
             access = WIDTH.match(name)
@@ -124,7 +125,7 @@ class _Code:
 
 
 def main_loop(sass: str, kernel: str) -> Loop | None:
-    """Return the counts of a kernel's main loop, or None if the kernel accesses no global memory."""
+    """Return the counts of a kernel's main loop, or None if none is found that accesses global memory."""
     code = _Code(sass, kernel)
     wide = min(max(code.loaded + code.stored, default=0), 16)
     if not wide:
@@ -140,5 +141,7 @@ def main_loop(sass: str, kernel: str) -> Loop | None:
                 break
     if not best.wide:
         ways = code.ways(0, wide, set())
-        best = max(ways[i] for i in ways if not code.next[i])
+        best = max((ways[i] for i in code.exits if i in ways), default=best)
+    if not best.wide:
+        return None
     return Loop(-best.shortness, max(best.loaded, best.stored), code.distance(start))
