@@ -9,7 +9,8 @@ counted from its start to its end.
 
 Elements per iteration: the bytes that these accesses load or store, whichever are more, divided by the size of an
 element. `setup` counts the shortest way from the kernel's start to the main loop. Instructions that a predicate
-disables count, because they are issued. Called functions do not count.
+disables count, because they are issued. Called functions do not count. If a kernel goes through a tile in several loops
+(quantize_columns, quantize_tile), the counts cover only one of them.
 """
 
 from __future__ import annotations
