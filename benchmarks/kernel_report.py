@@ -1,9 +1,11 @@
-"""Report registers, spills and shared memory of the CUDA kernels, as NVRTC's assembler states them. No GPU is needed.
+"""Report registers, spills, shared memory and instructions of the CUDA kernels. No GPU is needed.
 
-    python benchmarks/kernel_report.py [--arch sm_90] [--output FILE]
+    python benchmarks/kernel_report.py [--arch sm_90] [--kernel TEXT] [--output FILE]
 
-Prints a table. Its last column, resident threads, is the number of threads that fit on a multiprocessor with 65,536
-registers and 2,048 threads. The exit status is 1 if a kernel spills registers.
+Prints a table. Resident threads is the number of threads that fit on a multiprocessor with 65,536 registers and 2,048
+threads. The last two columns count thread instructions: per element in the main loop, and before it (see sass.py). They
+need nvdisasm on the PATH, which is part of CUDA. The wheel nvidia-cuda-nvdisasm has it too, in nvidia/cu13/bin of the
+folder in `pip install --target`. The exit status is 1 if a kernel spills registers.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import sass
 
 from fp4kit.cuda import compiler
 from fp4kit.cuda.compiler import TYPES, instantiation, recipe_struct
@@ -26,7 +29,7 @@ from fp4kit.cuda.transforms import transpose_struct
 from fp4kit.formats import FLOATS
 from fp4kit.layouts import SCALE_LAYOUTS
 from fp4kit.recipes import RECIPES, Recipe
-from fp4kit.recipes.schema import with_row_blocks
+from fp4kit.recipes.schema import decoding, with_row_blocks
 from fp4kit.reference.stochastic import TE_SIGN_MASK
 
 F32, F16, BF16 = FLOATS
@@ -53,6 +56,12 @@ class ReportedKernel(NamedTuple):
     types: str
     options: str
     source: str
+
+    @property
+    def element_bytes(self) -> float:
+        """Return the bytes of an element: of the table's element type, or of a code or a scale."""
+        sizes = {"4 bits": 0.5, "8 bits": 1.0, "scales": 1.0}
+        return sizes[self.types] if self.types in sizes else np.dtype(self.types).itemsize
 
 
 def request_of(r: Recipe, dtype: np.dtype, layout: str = "linear") -> LaunchRequest:
@@ -91,7 +100,9 @@ def table_kernel(r: Recipe) -> ReportedKernel:
 
 def dequantize_kernel(r: Recipe, dtype: np.dtype) -> ReportedKernel:
     """Return the kernel that decodes a recipe's codes to `dtype`."""
-    source = instantiation("dequantize", recipe_struct(r), Input=TYPES[dtype], Output=TYPES[dtype])
+    source = instantiation(
+        "dequantize", recipe_struct(decoding(with_row_blocks(r), dtype)), Input=TYPES[dtype], Output=TYPES[dtype]
+    )
     return ReportedKernel("dequantize_kernel", r.id, str(dtype), "", source)
 
 
@@ -137,6 +148,7 @@ def kernels() -> Iterator[ReportedKernel]:
         if RECIPES[id].tensor_scaling == "tensor":
             yield from (quantize_kernel(RECIPES[id], dtype, finds_amax=True) for dtype in (F32, BF16))
         yield from (dequantize_kernel(RECIPES[id], dtype) for dtype in (F32, BF16))
+    yield dequantize_kernel(RECIPES["nvfp4-modelopt"], BF16)
     for id in ("nvfp4-te-rowscaled", "nvfp4-flashinfer-token"):
         for step in (("several", 64), ("one", 64), ("one", 128), ("part", 128)):
             yield quantize_kernel(RECIPES[id], BF16, row_step=step)
@@ -187,12 +199,16 @@ class Usage(NamedTuple):
         spills: bytes per thread that are stored and loaded because registers do not suffice
         stack: bytes of stack per thread
         shared: bytes of shared memory per thread block
+        instructions: thread instructions per element in the main loop; None without nvdisasm or such a loop
+        setup: thread instructions before the main loop
     """
 
     registers: int
     spills: int
     stack: int
     shared: int
+    instructions: float | None = None
+    setup: int | None = None
 
     @property
     def resident_threads(self) -> int:
@@ -213,7 +229,7 @@ def usage(kernel: ReportedKernel, arch: str) -> Usage:
     """
     headers = compiler.include_closure(tuple(re.findall(r'^#include "([^"]+)"', kernel.source, re.MULTILINE)))
     options = (*compiler.OPTIONS, f"-arch={arch}", "--ptxas-options=-v")
-    _, log = compiler.compile_cubin(kernel.source, headers, options, f"{kernel.kernel}.cu")
+    cubin, log = compiler.compile_cubin(kernel.source, headers, options, f"{kernel.kernel}.cu")
     log = log[log.find(f"'{kernel.kernel}'") :]
     found = REPORT.search(log)
     if found is None:
@@ -222,7 +238,11 @@ def usage(kernel: ReportedKernel, arch: str) -> Usage:
             f" {compiler.compiler_version()}:\n{log}"
         )
     stack, stores, loads, registers, shared = (int(number or 0) for number in found.groups())
-    return Usage(registers, stores + loads, stack, shared)
+    used = Usage(registers, stores + loads, stack, shared)
+    loop = sass.main_loop(sass.disassembled(cubin), kernel.kernel) if sass.disassembler() else None
+    if loop is None:
+        return used
+    return used._replace(instructions=loop.instructions * kernel.element_bytes / loop.bytes, setup=loop.setup)
 
 
 def table(rows: list[tuple[ReportedKernel, Usage]], arch: str) -> str:
@@ -234,19 +254,20 @@ def table(rows: list[tuple[ReportedKernel, Usage]], arch: str) -> str:
     version = ".".join(map(str, compiler.compiler_version()))
     spilling = [f"{k.kernel} of {k.recipe} from {k.types} {k.options}".rstrip() for k, u in rows if u.spills]
     lines = [
-        f"# Registers and memory of the kernels, {arch}",
+        f"# Registers, memory and instructions of the kernels, {arch}",
         "",
         f"Written by `benchmarks/kernel_report.py` with NVRTC {version}, {date.today()}; blocks of {THREADS} threads.",
         f"Kernels that spill registers: {'; '.join(spilling) or 'none'}.",
         "",
         (
             "| kernel | recipe | elements | options | registers | spill bytes | stack bytes | shared bytes | resident"
-            " threads |"
+            " threads | instructions per element | before the loop |"
         ),
-        "| --- | --- | --- | --- | --: | --: | --: | --: | --: |",
+        "| --- | --- | --- | --- | --: | --: | --: | --: | --: | --: | --: |",
     ]
     for kernel, used in rows:
-        cells = (*kernel[:4], *map(str, used), str(used.resident_threads))
+        counts = ("-", "-") if used.instructions is None else (f"{used.instructions:.1f}", str(used.setup))
+        cells = (*kernel[:4], *map(str, used[:4]), str(used.resident_threads), *counts)
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
@@ -255,9 +276,11 @@ def main() -> int:
     """Print the report and, if --output names a file, write it. Return 1 if a kernel spills registers, else 0."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--arch", default="sm_90", help="architecture, such as sm_100a (default: sm_90)")
+    parser.add_argument("--kernel", default="", help="report only kernels whose name and recipe contain this text")
     parser.add_argument("--output", type=Path, help="file to write the table to")
     options = parser.parse_args()
-    rows = [(kernel, usage(kernel, options.arch)) for kernel in kernels()]
+    chosen = [kernel for kernel in kernels() if options.kernel in f"{kernel.kernel} {kernel.recipe}"]
+    rows = [(kernel, usage(kernel, options.arch)) for kernel in chosen]
     text = table(rows, options.arch)
     if options.output:
         options.output.write_text(text)

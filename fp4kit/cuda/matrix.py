@@ -30,6 +30,7 @@ from fp4kit.cuda.launch import (
     check_columns,
     check_count,
     function_of,
+    grid,
     is_small,
     piece_counts,
     prepare_group,
@@ -37,7 +38,7 @@ from fp4kit.cuda.launch import (
     prepared,
     resident_blocks,
 )
-from fp4kit.formats import E4M3
+from fp4kit.formats import E2M1, E4M3, is_same
 from fp4kit.layouts import padded_shape
 from fp4kit.recipes import Recipe
 from fp4kit.recipes.rules import DECODE_RULES
@@ -134,13 +135,16 @@ def dequantize_launch(
     check_count(rows * columns)
     if layout == "linear" and r.tensor_scaling != "row":
         rows, columns = 1, rows * columns
+    has_entries = r.scale == E4M3 or (r.scale is not None and is_same(r.element, E2M1))
     prepares_tables = (
-        layout != "linear" and r.scale == E4M3 and r.tensor_scaling in ("none", "tensor") and dtype.itemsize == 2
+        layout != "linear" and has_entries and r.tensor_scaling in ("none", "tensor") and dtype.itemsize == 2
     )
-    blocks = dispatch.value_blocks(
+    work = dispatch.value_blocks(
         rows, columns, dtype, dispatch.MORE_VALUE_RUNS if prepares_tables else dispatch.VALUE_RUNS
     )
-    sizes = rows, columns, resident_blocks(device)
+    blocks = grid(work, device, dispatch.DECODE_BLOCKS)
+    # If thread blocks take several steps, each prefetches its own next step, otherwise one of the next wave.
+    sizes = rows, columns, blocks if blocks < work else resident_blocks(device)
     return prepared("dequantize", blocks, sizes, device, (original, dtype), recipe_struct(decoding(r, dtype), layout))
 
 

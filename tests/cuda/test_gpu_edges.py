@@ -228,6 +228,25 @@ def test_values_of_any_codes_under_any_scales(name) -> None:
                     agree(fp4kit.dequantize, q, dtype)
 
 
+@pytest.mark.parametrize("name", all_or_few([name for name in WITH_CODES if RECIPES[name].scale]))
+def test_values_of_every_code_under_every_scale(name) -> None:
+    """Every code decodes to the CPU's bits under every scale byte, in every dtype, in whole runs and at row ends."""
+    r = RECIPES[name]
+    codes = np.arange(256 if r.is_packed else 2**r.element.bits, dtype=np.uint8)
+    if r.is_packed:
+        codes = (codes & 7) * 34 + 16  # a byte holds codes 2i and 2i + 1
+    per_scale = max(len(codes) // (packed_shape((1, r.block_size), r)[1]), 1)
+    for shape in ((256, per_scale * r.block_size), (3, 2 * r.block_size)):
+        packed = np.resize(codes, packed_shape(shape, r))
+        scales = scale_shape(shape, r)
+        scales = (np.arange(256)[:, None] if scales[0] == 256 else np.arange(scales[0])[:, None] * 5) + np.zeros(scales)
+        for scale, amax in [*tensor_scales(name, shape)][:6]:
+            q = Quantized(packed, scales.astype(np.uint8), scale, amax, shape, BF16, 1, r)
+            for dtype in (BF16, F16, F32):
+                with np.errstate(all="ignore"):
+                    agree(fp4kit.dequantize, q, dtype)
+
+
 OTHERS = [("nvfp4-torchao", E2M1_BIAS0), ("mxfp4-te", E2M1_BIAS3), ("mxfp8-te", E3M4), ("mxfp8-te", E4M3_IEEE)]
 OTHERS += [
     ("nvfp4-torchao-2d", E2M1_BIAS3),

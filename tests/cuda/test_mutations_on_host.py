@@ -26,6 +26,7 @@ from kernel_calls import (
     call_of,
     cast_by_two,
     dequantize,
+    dequantize_as_it_was,
     dequantize_without_amax,
     fake_quantize,
     fake_quantize_backward,
@@ -283,6 +284,21 @@ FAULTS: list[tuple[str, str, str, str, Any]] = [
     (
         *("dequantize.cu", "codes fetched too far", "if (next + kStep >= runs) return;"),
         *("", call_of(dequantize, "mxfp8-te", shape=(512, 256))),
+    ),
+    (
+        *("dequantize.cu", "a step too far", "start + kStep <= whole_runs", "start < whole_runs"),
+        call_of(dequantize, "mxfp4-ocp", shape=(33, 160)),
+    ),
+    (
+        *("dequantize.cu", "signs of zeros", "if constexpr (R::DecodeRule::kDropsZeroSign)", "if constexpr (false)"),
+        call_of(dequantize_as_it_was, "nvfp4-modelopt", shape=(33, 160)),
+    ),
+    (
+        "pack.cuh",
+        "signs that codes share",
+        "i ? 0x3726u : 0x1504u",
+        "0x1504u",
+        call_of(dequantize_as_it_was, "nvfp4-te"),
     ),
     (
         *("dequantize.cu", "a run too far", "minimum<i64>(kRun, columns - column)"),

@@ -23,6 +23,7 @@ import measure  # noqa: E402
 import report  # noqa: E402
 import rows  # noqa: E402
 import run  # noqa: E402
+import sass  # noqa: E402
 
 RESULTS = BENCHMARKS / "results"
 
@@ -236,3 +237,29 @@ def test_the_report_of_kernels_has_each_kernel_once():
     assert len(found) == len(set(found)) > 300
     steps = {options for _, recipe, _, options in found if recipe == "nvfp4-te-rowscaled"}
     assert {"several 64", "one 64", "one 128", "part 128", "misaligned, one 64"} <= steps
+
+
+SASS = """
+.text.some_kernel:
+        /*0000*/                   S2R R0, SR_TID.X ;
+.L_x_1:
+        /*0010*/                   LDG.E.EF R2, desc[UR4][R4.64] ;
+        /*0020*/              @!P1 BRA `(.L_x_3) ;
+.L_x_2:
+        /*0030*/                   LDG.E.U8 R3, desc[UR4][R6.64] ;
+        /*0040*/                   STG.E.U16 desc[UR4][R8.64], R3 ;
+        /*0050*/               @P2 BRA `(.L_x_2) ;
+        /*0060*/                   BRA `(.L_x_4) ;
+.L_x_3:
+        /*0070*/                   PRMT R4, R2, 0x5140, R3 ;
+        /*0080*/                   STG.E.EF.128 desc[UR4][R8.64], R4 ;
+.L_x_4:
+        /*0090*/               @P0 BRA `(.L_x_1) ;
+        /*00a0*/                   EXIT ;
+"""
+
+
+def test_instructions_of_the_main_loop():
+    """The usual way through the loop counts, with 16-byte stores, and not the loop over single elements."""
+    assert sass.main_loop(SASS, "some_kernel") == sass.Loop(instructions=5, bytes=16, setup=1)
+    assert sass.main_loop(".text.empty:\n        /*0000*/                   EXIT ;\n", "empty") is None

@@ -126,6 +126,10 @@ def dequantize(place: Place, call: KernelCall) -> list[Any]:
     return [fp4kit.dequantize(quantized(place, call, **call.given(lambda a: a)), F32)]
 
 
+def dequantize_as_it_was(place: Place, call: KernelCall) -> list[Any]:
+    return [fp4kit.dequantize(quantized(place, call))]
+
+
 def dequantize_without_amax(place: Place, call: KernelCall) -> list[Any]:
     return [fp4kit.dequantize(replace(quantized(place, call), tensor_amax=None), F32)]
 
@@ -346,6 +350,7 @@ KINDS = [
     call_of(quantize, "nvfp4-te-reference", hadamard=True),
     call_of(quantize, "nvfp4-te", F32, misaligned=True),
     call_of(dequantize, "nvfp4-te"),
+    call_of(dequantize_as_it_was, "nvfp4-te", shape=(33, 256)),
     call_of(dequantize, "mxfp8-te", shape=(512, 256)),
     call_of(dequantize, "fp8-modelopt", shape=(5, 38)),
     call_of(dequantize, "int8-modelopt-channel"),

@@ -28,9 +28,20 @@ struct DequantizeArguments {
   i64 ahead;  // how many steps ahead codes are prefetched into the L2 cache
 };
 
+// Either<kFirst, First, Second>::Type is First if kFirst, and otherwise Second.
+template <bool kFirst, class First, class Second>
+struct Either {
+  using Type = First;
+};
+template <class First, class Second>
+struct Either<false, First, Second> {
+  using Type = Second;
+};
+
 // Compile-time constants for a recipe R and an output type Out: the elements and bytes of a run (16 bytes of values),
-// the runs per thread and step, and which shortcuts apply. kFlat: the matrix is treated as one long row. kTable: each
-// thread block makes a table of the Scales of all scale codes. kOneScale: the tensor has one tensor scale or none.
+// the runs per thread and step, and which shortcuts apply. kFlat: the matrix is treated as one long row. kOneScale: the
+// tensor has one tensor scale or none. kTable: each thread block makes a table of the Entries of all scale codes. An
+// Entry is what decode_run needs of a block: the values of its codes 0 to 7 if kMagnitudes, and otherwise its Scale.
 template <class R, class Out>
 struct DequantizeTraits {
   static constexpr int kRun = 16 / sizeof(typename Out::Bits);
@@ -38,7 +49,9 @@ struct DequantizeTraits {
   static constexpr bool kOneScale =
       R::kTensorScaling == TensorScaling::none || R::kTensorScaling == TensorScaling::tensor;
   static constexpr bool kFlat = R::kLayout == ScaleLayout::linear && kOneScale;
-  static constexpr bool kTable = R::kHasScales && R::Scale::kMantissaBits > 0 && kOneScale;
+  static constexpr bool kMagnitudes = R::kHasScales && kOneScale && R::Element::kIsE2m1 && kRun == 8;
+  static constexpr bool kTable = kMagnitudes || (R::kHasScales && R::Scale::kMantissaBits > 0 && kOneScale);
+  using Entry = typename Either<kMagnitudes, E2m1Table, typename R::DecodeRule::Scale>::Type;
   // The number of runs per thread and step: two, or four if finding scales is a large part of the work. With four, each
   // table and each row number serves more runs.
   static constexpr int kUnroll = kTable && !kFlat && sizeof(typename Out::Bits) == 2 ? 4 : 2;
@@ -51,24 +64,37 @@ struct DequantizePosition {
   i64 column;
 };
 
-// Return the values to which the codes of a run decode, each rounded to Out. `codes` holds the packed codes, with the
-// first code in the lowest bits. `scale` is the Scale of the block that contains the run.
+// Return the Entry of the blocks with the Scale `scale`.
 template <class R, class Out>
-FP4KIT_DEVICE Run<Out, DequantizeTraits<R, Out>::kRun> decode_run(u64 codes, typename R::DecodeRule::Scale scale) {
-  constexpr int kRun = DequantizeTraits<R, Out>::kRun;
-  if constexpr (R::Element::kIsE2m1 && Out::kIsBfloat16 && R::kHasScales && R::Scale::kMantissaBits == 0 &&
-                FP4KIT_FAST_BF16X2) {
-    Run<Out, kRun> run;
-    decode_pairs_e2m1<kRun>(static_cast<u32>(codes), run.w);
-    const u32 half = bits_of(scale) >> 16;  // exact: the scale is a power of two, NaN or infinity
+FP4KIT_DEVICE typename DequantizeTraits<R, Out>::Entry entry_of(typename R::DecodeRule::Scale scale) {
+  if constexpr (DequantizeTraits<R, Out>::kMagnitudes) {
+    float values[8];
 #pragma unroll
-    for (int i = 0; i < run.kWords; ++i) run.w[i] = R::DecodeRule::apply_pair(run.w[i], half | half << 16);
+    for (u32 i = 0; i < 8; ++i) values[i] = R::DecodeRule::apply(decode<DecodedElement<R>>(i), scale);
+    return table_of(narrow_run<Out>(values));
+  } else {
+    return scale;
+  }
+}
+
+// Return the values to which the codes of a run decode, each rounded to Out. `codes` holds the packed codes, with the
+// first code in the lowest bits. `entry` is the Entry of the block that contains the run.
+template <class R, class Out>
+FP4KIT_DEVICE Run<Out, DequantizeTraits<R, Out>::kRun> decode_run(u64 codes,
+                                                                  typename DequantizeTraits<R, Out>::Entry entry) {
+  constexpr int kRun = DequantizeTraits<R, Out>::kRun;
+  if constexpr (DequantizeTraits<R, Out>::kMagnitudes) {
+    // Rules multiply magnitudes and signs alike, except that some drop the sign of -0.
+    u32 word = static_cast<u32>(codes);
+    if constexpr (R::DecodeRule::kDropsZeroSign) word = without_zero_signs<typename R::Element>(word);
+    Run<Out, kRun> run;
+    decode_pairs_e2m1<kRun>(word, entry, run.w);
     return run;
   } else {
     float values[kRun];
     decode_values<DecodedElement<R>>(codes, values);
 #pragma unroll
-    for (int i = 0; i < kRun; ++i) values[i] = R::DecodeRule::apply(values[i], scale);
+    for (int i = 0; i < kRun; ++i) values[i] = R::DecodeRule::apply(values[i], entry);
     return narrow_run<Out>(values);
   }
 }
@@ -161,6 +187,34 @@ FP4KIT_DEVICE void decode_product_run(const DequantizeArguments& a, i64 first, i
   }
 }
 
+// Decode kUnroll whole runs, 32 runs apart from run number `run` on, of a matrix that is one long row, and store the
+// values in a.values. Addresses must be aligned to whole runs. `entry(code)` returns the Entry of a scale code.
+template <class R, class Out, class EntryOf>
+FP4KIT_DEVICE void decode_whole_runs(const DequantizeArguments& a, u32 run, EntryOf entry) {
+  using Traits = DequantizeTraits<R, Out>;
+  constexpr u32 kPerBlock = R::kBlock / Traits::kRun;  // runs
+  const u8* packed = a.packed + static_cast<u64>(run) * Traits::kBytes;
+  const u8* scales = a.scales + run / kPerBlock;
+  typename Out::Bits* values = static_cast<typename Out::Bits*>(a.values) + static_cast<u64>(run) * Traits::kRun;
+  u64 codes[Traits::kUnroll];
+  u32 scale_codes[Traits::kUnroll];
+#pragma unroll
+  for (int k = 0; k < Traits::kUnroll; ++k) {
+    codes[k] = load_bytes<Traits::kBytes>(packed + 32 * k * Traits::kBytes);
+    if constexpr (!R::kHasScales)
+      scale_codes[k] = 0u;
+    else if constexpr (32 % kPerBlock == 0)
+      scale_codes[k] = scales[32 * k / kPerBlock];
+    else
+      scale_codes[k] = a.scales[(run + 32 * k) / kPerBlock];
+  }
+#pragma unroll
+  for (int k = 0; k < Traits::kUnroll; ++k) {
+    const Run<Out, Traits::kRun> y = decode_run<R, Out>(codes[k], entry(scale_codes[k]));
+    store_streaming(values + 32 * k * Traits::kRun, y.w[0], y.w[1], y.w[2], y.w[3]);
+  }
+}
+
 // Decode the part of the matrix that `grid` assigns to this thread block, and store the values in a.values, rounded to
 // Out. Original is the type of the array that was quantized, because some tensor rules round to this type. All threads
 // of the thread block must call this function.
@@ -168,10 +222,9 @@ template <class R, class Original, class Out>
 FP4KIT_DEVICE void dequantize(const DequantizeArguments& a, Grid grid) {
   using Traits = DequantizeTraits<R, Out>;
   constexpr int kRun = Traits::kRun;
-  using Scale = typename R::DecodeRule::Scale;
-  __shared__ Scale table[Traits::kTable ? 256 : 1];
+  __shared__ typename Traits::Entry table[Traits::kTable ? 256 : 1];
   const i64 columns = Traits::kFlat ? a.rows * a.columns : a.columns;
-  const u32 row_runs = static_cast<u32>((columns + kRun - 1) / kRun),
+  const u32 row_runs = static_cast<u32>((static_cast<u64>(columns) + kRun - 1) / kRun),
             runs = Traits::kFlat ? row_runs : static_cast<u32>(a.rows) * row_runs;
   const u32 blocks = R::kHasBlocks ? static_cast<u32>(columns / R::kBlock) : 1u;
   const bool whole_stores =
@@ -180,14 +233,32 @@ FP4KIT_DEVICE void dequantize(const DequantizeArguments& a, Grid grid) {
   TensorScale whole_scale = {};
   if constexpr (Traits::kOneScale) whole_scale = tensor_scale_of_all<R, Original>(a);
   if constexpr (Traits::kTable) {
-    table[threadIdx.x] = stored_scale<R>(threadIdx.x, whole_scale);
+    table[threadIdx.x] = entry_of<R, Out>(stored_scale<R>(threadIdx.x, whole_scale));
     __syncthreads();
   }
-  const bool fetches = even && reinterpret_cast<u64>(a.packed) % 16 == 0 && reinterpret_cast<u64>(a.scales) % 16 == 0;
+  const bool fetches = threadIdx.x == 0 && even && reinterpret_cast<u64>(a.packed) % 16 == 0 &&
+                       reinterpret_cast<u64>(a.scales) % 16 == 0;
   constexpr u32 kStep = kThreads * Traits::kUnroll;
-  for (u32 start = grid.block * kStep; start < runs; start += grid.blocks * kStep) {
-    if (fetches && threadIdx.x == 0) fetch_ahead<R, Out, kStep>(a, start, runs);
-    const u32 first_run = start + threadIdx.x / 32 * (32 * Traits::kUnroll) + threadIdx.x % 32;
+  const auto entry = [&](u32 code, TensorScale t) {
+    if constexpr (Traits::kTable)
+      return table[code];
+    else
+      return entry_of<R, Out>(R::DecodeRule::template scale<R>(code, t));
+  };
+  const u32 first_of_thread = threadIdx.x / 32 * (32 * Traits::kUnroll) + threadIdx.x % 32;
+  u32 start = grid.block * kStep;
+  if constexpr (Traits::kFlat && (R::kHasBlocks || !R::kHasScales)) {
+    if (even && (!R::DecodeRule::kNeedsAmax || Traits::kTable || whole_scale.amax >= 0.0f)) {
+      const u32 whole_runs = static_cast<u32>(static_cast<u64>(columns) / kRun);
+      for (; start + kStep <= whole_runs; start += grid.blocks * kStep) {
+        if (fetches) fetch_ahead<R, Out, kStep>(a, start, runs);
+        decode_whole_runs<R, Out>(a, start + first_of_thread, [&](u32 code) { return entry(code, whole_scale); });
+      }
+    }
+  }
+  for (; start < runs; start += grid.blocks * kStep) {
+    if (fetches) fetch_ahead<R, Out, kStep>(a, start, runs);
+    const u32 first_run = start + first_of_thread;
     u64 codes[Traits::kUnroll];
     u32 scale_codes[Traits::kUnroll];
     DequantizePosition positions[Traits::kUnroll];
@@ -217,13 +288,13 @@ FP4KIT_DEVICE void dequantize(const DequantizeArguments& a, Grid grid) {
         decode_product_run<R, Out>(a, row * columns + column, count, scale_codes[k], index);
         continue;
       }
-      const Scale scale = Traits::kTable ? table[scale_codes[k]] : R::DecodeRule::template scale<R>(scale_codes[k], t);
       const i64 first = row * columns + column;
       if (even && column + kRun <= columns) {
-        const Run<Out, kRun> y = decode_run<R, Out>(codes[k], scale);
+        const Run<Out, kRun> y = decode_run<R, Out>(codes[k], entry(scale_codes[k], t));
         store_streaming(static_cast<typename Out::Bits*>(a.values) + first, y.w[0], y.w[1], y.w[2], y.w[3]);
       } else {
-        decode_end<R, Out>(a, first, static_cast<int>(minimum<i64>(kRun, columns - column)), scale);
+        decode_end<R, Out>(a, first, static_cast<int>(minimum<i64>(kRun, columns - column)),
+                           stored_scale<R>(scale_codes[k], t));
       }
     }
   }

@@ -233,7 +233,7 @@ FP4KIT_DEVICE u32 encode_e8m0_rp(float x) {
 
 // Return the value 2^(code - 127) of an E8M0 code. Code 0 gives the subnormal 2^-127, code 255 gives NaN.
 FP4KIT_DEVICE float value_of_e8m0(u32 code) {
-  return code == 255u ? nan_value() : float_of(code == 0u ? 0x00400000u : code << 23);
+  return float_of(code << 23 | ((code + 1u) & 0xFEu ? 0u : 0x00400000u));  // without a branch
 }
 
 // Return the reciprocal 2^(127 - code) of the value of an E8M0 code. Code 254 gives the subnormal 2^-127, code 255

@@ -6,10 +6,8 @@
 //   product_scale(scale)       return the Scale with which `apply` returns value * scale; only in rules with block
 //                              scales that need an amax, for tensors whose amax is unknown
 //   apply(value, scale)        return the element whose code has the value `value`
-//   apply_pair(values, scales) return `apply` for two bfloat16 values at once. Both arguments are words of two bfloat16
-//                              numbers. Valid only for scales that are a power of two, NaN or infinity. Only in
-//                              decode_product and the rules derived from it
 //   kNeedsAmax                 true if the rule depends on the tensor's amax or encode scale too
+//   kDropsZeroSign             true if the code of -0 decodes like the code of 0
 //   kReadsNanAsNumber          true if NaN codes decode to the numbers that their bits would encode without NaN
 #pragma once
 
@@ -36,7 +34,7 @@ template <class R>
 using DecodedElement = typename DecodedFormat<typename R::Element, R::DecodeRule::kReadsNanAsNumber>::Format;
 
 struct decode_product {
-  static constexpr bool kNeedsAmax = false, kReadsNanAsNumber = false;
+  static constexpr bool kNeedsAmax = false, kReadsNanAsNumber = false, kDropsZeroSign = false;
   using Scale = float;
   FP4KIT_DEVICE Scale product_scale(float scale) { return scale; }
   template <class R>
@@ -44,11 +42,10 @@ struct decode_product {
     return decode_scale<R>(code) * t.decode;
   }
   FP4KIT_DEVICE float apply(float value, float scale) { return value * scale; }
-  FP4KIT_DEVICE u32 apply_pair(u32 values, u32 scales) { return fma_bf16x2(values, scales, 0x80008000u); }
 };
 // The rule decode_product for recipes without block scales. An element is value * t.decode, and `code` is ignored.
 struct decode_tensor {
-  static constexpr bool kNeedsAmax = false, kReadsNanAsNumber = false;
+  static constexpr bool kNeedsAmax = false, kReadsNanAsNumber = false, kDropsZeroSign = false;
   using Scale = float;
   template <class R>
   FP4KIT_DEVICE float scale(u32 code, TensorScale t) {
@@ -144,7 +141,7 @@ FP4KIT_DEVICE bool is_finite(ScaleOfAmax s) {
 }
 
 struct decode_fouroversix {
-  static constexpr bool kNeedsAmax = true, kReadsNanAsNumber = false;
+  static constexpr bool kNeedsAmax = true, kReadsNanAsNumber = false, kDropsZeroSign = false;
   using Scale = ScaleOfAmax;
   FP4KIT_DEVICE Scale product_scale(float scale) { return {scale, -1.0f, 1.0f}; }
   template <class R>
@@ -173,7 +170,7 @@ FP4KIT_DEVICE bool is_finite(ScaleThenTensor s) {
 }
 
 struct decode_flashinfer_kv {
-  static constexpr bool kNeedsAmax = false, kReadsNanAsNumber = false;
+  static constexpr bool kNeedsAmax = false, kReadsNanAsNumber = false, kDropsZeroSign = false;
   using Scale = ScaleThenTensor;
   template <class R>
   FP4KIT_DEVICE Scale scale(u32 code, TensorScale t) {
@@ -208,6 +205,7 @@ struct decode_auto_round : decode_product {
   FP4KIT_DEVICE float inverse(float x) { return x == 0.0f ? 0.0f : 1.0f / x; }
 };
 struct decode_modelopt : decode_product {
+  static constexpr bool kDropsZeroSign = true;
   FP4KIT_DEVICE float apply(float value, float scale) { return (value + 0.0f) * scale; }  // -0 + 0 = +0
 };
 // The rule of MLX 0.32.2: decode_product, except that the scale codes 7F and FF decode to 480 and -480 instead of NaN.
@@ -224,10 +222,8 @@ struct decode_e8m0 : decode_product {
   }
 };
 struct decode_e8m0_flashinfer_host : decode_e8m0 {
+  static constexpr bool kDropsZeroSign = true;
   FP4KIT_DEVICE float apply(float value, float scale) { return (value + 0.0f) * scale; }  // -0 + 0 = +0
-  FP4KIT_DEVICE u32 apply_pair(u32 values, u32 scales) {
-    return decode_product::apply_pair(Bfloat16::add_zero(values), scales);
-  }
 };
 struct decode_e8m0_flashinfer_api : decode_product {
   template <class R>
@@ -243,13 +239,11 @@ struct decode_e8m0_unbounded : decode_product {
     return float_of(code < 2u ? 0x00200000u << code : (code - 1u) << 23);
   }
   FP4KIT_DEVICE float apply(float value, float scale) { return 2.0f * value * scale; }
-  FP4KIT_DEVICE u32 apply_pair(u32 values, u32 scales) {
-    return decode_product::apply_pair(fma_bf16x2(values, 0x40004000u, 0x80008000u), scales);
-  }
 };
 // llama.cpp's rule. An element is value * block scale * tensor scale. Scale code 7F means 0, scale code FF means 480,
 // and bit 7 of other scale codes is ignored. Element code 8 (-0) decodes to +0.
 struct decode_gguf : decode_product {
+  static constexpr bool kDropsZeroSign = true;
   template <class R>
   FP4KIT_DEVICE float scale(u32 code, TensorScale t) {
     const float known = (code & 0x7Fu) == 0x7Fu ? 0.0f : decode_scale<R>(code & 0x7Fu);
@@ -258,10 +252,8 @@ struct decode_gguf : decode_product {
   FP4KIT_DEVICE float apply(float value, float scale) { return (value + 0.0f) * scale; }
 };
 struct decode_e8m0_gguf : decode_e8m0_unbounded {
+  static constexpr bool kDropsZeroSign = true;
   FP4KIT_DEVICE float apply(float value, float scale) { return decode_e8m0_unbounded::apply(value + 0.0f, scale); }
-  FP4KIT_DEVICE u32 apply_pair(u32 values, u32 scales) {
-    return decode_e8m0_unbounded::apply_pair(Bfloat16::add_zero(values), scales);
-  }
 };
 struct decode_e8m0_infinite : decode_product {
   template <class R>
@@ -280,10 +272,6 @@ struct decode_e8m0_float16 : decode_product {
     return round_to<Float16>(code == 255u ? float_of(kInfinityBits) : value_of_e8m0(code));
   }
   FP4KIT_DEVICE float apply(float value, float scale) { return round_to<Float16>(value * scale); }
-  FP4KIT_DEVICE u32 apply_pair(u32 values, u32 scales) {
-    const float low = apply(Bfloat16::widen(values & 0xFFFFu), Bfloat16::widen(scales & 0xFFFFu));
-    return Bfloat16::narrow_pair(low, apply(Bfloat16::widen(values >> 16), Bfloat16::widen(scales >> 16)));
-  }
 };
 struct decode_e8m0_float16_0322 : decode_e8m0_float16 {
   static constexpr bool kReadsNanAsNumber = true;
@@ -292,7 +280,7 @@ struct decode_e8m0_float16_0322 : decode_e8m0_float16 {
 // kTinyAmax. The Scale is t.encode, or -1 in the latter case; encode scales are never negative. Scale codes are
 // ignored.
 struct decode_int_modelopt {
-  static constexpr bool kNeedsAmax = true, kReadsNanAsNumber = false;
+  static constexpr bool kNeedsAmax = true, kReadsNanAsNumber = false, kDropsZeroSign = false;
   using Scale = float;
   template <class R>
   FP4KIT_DEVICE float scale(u32 code, TensorScale t) {

@@ -47,8 +47,9 @@ struct FastPath {
   static constexpr bool kExists = kDivisionFits && kFactorFits && !R::kThenEncode && !R::Element::kIsInteger &&
                                   !R::Element::kIsTable && kRoundingFits && kSignFits;
   // True if two bfloat16 elements are encoded at once, in the halves of a word (encode_pairs_e2m1x8).
-  static constexpr bool kByPairs = FP4KIT_FAST_BF16X2 && In::kIsBfloat16 && kPowerOfTwo && kE2m1 && kTiesToEven &&
-                                   !R::kDivide && !R::kRoundScaled && !R::kFake && !R::kStochastic;
+  static constexpr bool kByPairs = FP4KIT_FAST_BF16X2 && !FP4KIT_HAS_CVT_E2M1 && In::kIsBfloat16 && kPowerOfTwo &&
+                                   kE2m1 && kTiesToEven && !R::kDivide && !R::kRoundScaled && !R::kFake &&
+                                   !R::kStochastic;
   // True if products have no more bits than 16-bit elements, as stochastic rounding of pairs requires.
   static constexpr bool kProductsFit = kExactProducts && kE2m1 && !R::kDivide;
 };
@@ -182,8 +183,18 @@ FP4KIT_DEVICE void encode_finite(const Run<In, kRun>& run, Factor f,
   } else {
     float y[kRun];
 #pragma unroll
-    for (int i = 0; i < kRun; ++i)
-      y[i] = with_code_sign_of<R>(scaled_finite<R, In>(element(run, i), f), element(run, i));
+    for (int i = 0; i < kRun; ++i) y[i] = element(run, i);
+#pragma unroll
+    for (int i = 0; i < kRun; i += 2) {
+      if constexpr (R::kFlush || R::kDivide || R::kRoundScaled) {
+        y[i] = scaled_finite<R, In>(y[i], f);
+        y[i + 1] = scaled_finite<R, In>(y[i + 1], f);
+      } else {
+        mul_f32x2(y[i], y[i + 1], f.value * Path::kNudge);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kRun; ++i) y[i] = with_code_sign_of<R>(y[i], element(run, i));
 #pragma unroll
     for (int i = 0; i < kRun * R::Element::kStoredBits / 32; ++i)
       words[i] = with_signs_of_codes<R>(encode_word<typename R::Element>(y + i * 32 / R::Element::kStoredBits));

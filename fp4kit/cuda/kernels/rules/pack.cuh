@@ -129,9 +129,7 @@ FP4KIT_DEVICE u32 encode_x4(const float* v) {
 template <class F>
 FP4KIT_DEVICE u32 encode_word(const float* v) {
 #if FP4KIT_HAS_CVT_E2M1
-  if constexpr (F::kIsE2m1)
-    return cvt_rn_satfinite_e2m1x2(v[1], v[0]) | cvt_rn_satfinite_e2m1x2(v[3], v[2]) << 8 |
-           cvt_rn_satfinite_e2m1x2(v[5], v[4]) << 16 | cvt_rn_satfinite_e2m1x2(v[7], v[6]) << 24;
+  if constexpr (F::kIsE2m1) return cvt_rn_satfinite_e2m1x8(v);
 #endif
   if constexpr (F::kStoredBits == 4) {
     u32 word = 0u;
@@ -143,32 +141,44 @@ FP4KIT_DEVICE u32 encode_word(const float* v) {
   }
 }
 
+// Return the word of codes of the format F, with the sign bits of zero codes cleared.
+template <class F>
+FP4KIT_DEVICE u32 without_zero_signs(u32 word) {
+  constexpr u32 kOnes = 0xFFFFFFFFu / ((1u << F::kStoredBits) - 1u), kSigns = kOnes * F::kSignBit,
+                kMagnitudes = kSigns - kOnes;
+  return word & (((word & kMagnitudes) + kMagnitudes) | ~kSigns);  // a nonzero magnitude carries into its sign bit
+}
+
 // Return the word of codes with the signs that R::kSign requires. For unsigned_zero, the sign bits of zero codes are
 // cleared. For other values of R::kSign, return the word unchanged, because its signs are right already.
 template <class R>
 FP4KIT_DEVICE u32 with_signs_of_codes(u32 word) {
-  if constexpr (R::kSign == Sign::unsigned_zero) {
-    using F = typename R::Element;
-    constexpr u32 kOnes = 0xFFFFFFFFu / ((1u << F::kStoredBits) - 1u), kSigns = kOnes * F::kSignBit,
-                  kMagnitudes = kSigns - kOnes;
-    word &= ((word & kMagnitudes) + kMagnitudes) | ~kSigns;  // a nonzero magnitude carries into its sign bit
-  }
-  return word;
+  return R::kSign == Sign::unsigned_zero ? without_zero_signs<typename R::Element>(word) : word;
 }
 
-// Store the values of kCount E2M1 codes as bfloat16 in kCount / 2 pairs. The first code is in the lowest bits of
-// `word`. The instruction prmt (ptx.cuh) looks up the high and the low bytes of four values at a time in tables of
-// eight bytes. Another prmt on a table of bytes 0x80, with selectors that keep the sign bits of the codes, gives the
-// signs.
+// The values of the E2M1 codes 0 to 7 in a 16-bit type, possibly times a scale: their low bytes and their high bytes.
+struct alignas(16) E2m1Table {
+  u32 low[2], high[2];
+};
+
+// Return the table of the values of a run, which belong to the codes 0 to 7.
+template <class Out>
+FP4KIT_DEVICE E2m1Table table_of(Run<Out, 8> run) {
+  return {{prmt(run.w[0], run.w[1], 0x6420u), prmt(run.w[2], run.w[3], 0x6420u)},
+          {prmt(run.w[0], run.w[1], 0x7531u), prmt(run.w[2], run.w[3], 0x7531u)}};
+}
+
+// Store the values of kCount E2M1 codes in kCount / 2 pairs of a 16-bit type. The first code is in the lowest bits of
+// `word`, and `table` holds the values of the codes 0 to 7. The instruction prmt (ptx.cuh) looks up the low and the
+// high bytes of four values at a time. Another prmt brings the sign bits of four codes to the tops of four bytes.
 template <int kCount>
-FP4KIT_DEVICE void decode_pairs_e2m1(u32 word, u32 (&pairs)[kCount / 2]) {
+FP4KIT_DEVICE void decode_pairs_e2m1(u32 word, E2m1Table table, u32 (&pairs)[kCount / 2]) {
+  const u32 magnitudes = word & 0x77777777u, evens = word << 4;  // the top of a byte: an odd code's sign, an even one's
 #pragma unroll
   for (int i = 0; i < kCount / 4; ++i) {
-    const u32 codes = word >> (16 * i), magnitudes = codes & 0x7777u;
-    const u32 signs =
-        prmt(0x80808080u, 0x80808080u, codes) << 1 & 0x80808080u;  // 0x80 << 1 is 0, and 0xFF << 1 keeps the top bit
-    const u32 high = prmt(0x3F3F3F00u, 0x40404040u, magnitudes) | signs;
-    const u32 low = prmt(0xC0800000u, 0xC0804000u, magnitudes);
+    const u32 selector = magnitudes >> (16 * i), signs = prmt(word, evens, i ? 0x3726u : 0x1504u);
+    const u32 low = prmt(table.low[0], table.low[1], selector);
+    const u32 high = prmt(table.high[0], table.high[1], selector) ^ (signs & 0x80808080u);
     pairs[2 * i] = prmt(low, high, 0x5140u);
     pairs[2 * i + 1] = prmt(low, high, 0x7362u);
   }
@@ -180,7 +190,8 @@ template <class F, int kCount>
 FP4KIT_DEVICE void decode_values(u64 codes, float (&values)[kCount]) {
   if constexpr (F::kIsE2m1) {
     u32 pairs[kCount / 2];
-    decode_pairs_e2m1<kCount>(static_cast<u32>(codes), pairs);
+    const E2m1Table bfloat16 = {{0xC0800000u, 0xC0804000u}, {0x3F3F3F00u, 0x40404040u}};
+    decode_pairs_e2m1<kCount>(static_cast<u32>(codes), bfloat16, pairs);
 #pragma unroll
     for (int i = 0; i < kCount; ++i) values[i] = float_of(i % 2 ? pairs[i / 2] & 0xFFFF0000u : pairs[i / 2] << 16);
   } else if constexpr ((F::kIsE4m3 || F::kIsE5m2) && FP4KIT_HAS_CVT_FP8) {

@@ -37,6 +37,19 @@ FP4KIT_DEVICE float mul_ftz(float a, float b) {
 #endif
 }
 
+// Multiply a and b by `factor`, each rounded to nearest even. Subnormals are kept. On a Blackwell GPU, this is one
+// instruction.
+FP4KIT_DEVICE void mul_f32x2(float& a, float& b, float factor) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+  asm("{ .reg .b64 x, y; mov.b64 x, {%0, %1}; mov.b64 y, {%2, %2}; mul.rn.f32x2 x, x, y; mov.b64 {%0, %1}, x; }"
+      : "+f"(a), "+f"(b)
+      : "f"(factor));
+#else
+  a *= factor;
+  b *= factor;
+#endif
+}
+
 // Return a / b, rounded to nearest even. A subnormal a, b or result becomes a zero with its sign: div.rn.ftz.f32.
 FP4KIT_DEVICE float div_ftz(float a, float b) {
 #ifdef __CUDA_ARCH__

@@ -139,17 +139,18 @@ FP4KIT_DEVICE u32 decode_fp8x2(u16 codes) {
 }
 #endif
 
-// Return the E2M1 codes of two floats in the lowest byte: the code of `low` in bits 0 to 3, and the code of `high` in
-// bits 4 to 7. Floats are rounded to nearest even, and magnitudes above 6 become 6. The function exists only if
-// FP4KIT_HAS_CVT_E2M1 is 1, which means a Blackwell GPU.
+// Return the E2M1 codes of the eight floats at v, the first code in the lowest bits. Floats are rounded to nearest
+// even, and magnitudes above 6 become 6. The function exists only if FP4KIT_HAS_CVT_E2M1 is 1, which means a Blackwell
+// GPU.
 #if defined(__CUDA_ARCH_FEAT_SM100_ALL) || defined(__CUDA_ARCH_FEAT_SM103_ALL) || defined(__CUDA_ARCH_FEAT_SM120_ALL)
 #define FP4KIT_HAS_CVT_E2M1 1
-FP4KIT_DEVICE u32 cvt_rn_satfinite_e2m1x2(float high, float low) {
-  u32 packed;
-  asm("{ .reg .b8 byte; cvt.rn.satfinite.e2m1x2.f32 byte, %1, %2; cvt.u32.u8 %0, byte; }"
-      : "=r"(packed)
-      : "f"(high), "f"(low));
-  return packed;
+FP4KIT_DEVICE u32 cvt_rn_satfinite_e2m1x8(const float* v) {
+  u32 word;
+  asm("{ .reg .b8 a, b, c, d; cvt.rn.satfinite.e2m1x2.f32 a, %2, %1; cvt.rn.satfinite.e2m1x2.f32 b, %4, %3;"
+      " cvt.rn.satfinite.e2m1x2.f32 c, %6, %5; cvt.rn.satfinite.e2m1x2.f32 d, %8, %7; mov.b32 %0, {a, b, c, d}; }"
+      : "=r"(word)
+      : "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]), "f"(v[4]), "f"(v[5]), "f"(v[6]), "f"(v[7]));
+  return word;
 }
 #else
 #define FP4KIT_HAS_CVT_E2M1 0
