@@ -176,7 +176,7 @@ FUNCTIONS.update(  # methods of Quantized and Recipe call these functions; see l
 
 allow_torch_load()
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 __all__ = [
     "Comparison",
