@@ -121,7 +121,7 @@ def check_recipe() -> None:
     recipe = Stage0Recipe.from_file(ROOT / "packaging" / "conda" / "recipe.yaml")
     variants = VariantConfig.from_yaml("python: ['3.14.* *_cp314']\ncxx_compiler: [cxx]\nc_stdlib: [sysroot]\n")
     for platform in ("linux-64", "osx-arm64", "win-64"):
-        config = RenderConfig(PlatformConfig(platform, platform, platform))
+        config = RenderConfig(PlatformConfig(target_platform=platform, host_platform=platform))
         (variant,) = recipe.render(variants, config)
         script = variant.recipe.to_dict()["build"]["script"]
         check("pip install" in script["content"], f"conda recipe for {platform}: {script['env']}")
