@@ -34,6 +34,11 @@ def get_library() -> str:
 
     Raises:
         OSError: the engine is not compiled here.
+
+    Examples:
+        >>> import ctypes, fp4kit
+        >>> if fp4kit.engine() != "reference":
+        ...     library = ctypes.CDLL(fp4kit.get_library())
     """
     found = library()
     if found.functions is None:
@@ -60,7 +65,7 @@ def engine_keys(recipe: str | Recipe, dtype: str = "float32") -> dict[str, str |
     Examples:
         >>> import fp4kit
         >>> fp4kit.engine_keys("nvfp4-te")["element"]
-        'E2M1 multiply rn keep'
+        'E2M1 multiply rn signbit'
     """
     r, x_dtype = recipe_of("engine_keys", recipe), {d.name: d for d in INPUTS}.get(dtype if type(dtype) is str else "")
     if x_dtype is None:

@@ -37,11 +37,11 @@ typedef struct { const void* data; int64_t rows, columns, row_step, column_step,
 // clang-format off
 typedef struct {
   fp4kit_matrix x;
-  const float *encode, *decode, *amax; int64_t tensor_step;
-  const float *block_amax, *factors; int64_t block_step;
+  const float *encode, *decode, *amax; int64_t tensor_step; const float *block_amax, *factors; int64_t block_step;
   float min_factor, max_factor; const uint8_t* random; int64_t random_step; const uint64_t* seed;
   int64_t stream_first, stream_stride; uint8_t *packed, *scales; int64_t packed_step, scales_step;
-  uint8_t* needs_fallback; int64_t tile_rows, tile_columns; int32_t input, block_rule, element, block, block_rows, threads;
+  uint8_t* needs_fallback; int64_t tile_rows, tile_columns;
+  int32_t input, block_rule, element, block, block_rows, threads;
 } fp4kit_encode_call;
 
 // The arguments of fp4kit_dequantize that do not change between matrices of one shape. Other fields stay 0.
