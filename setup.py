@@ -16,6 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from setuptools import Extension, setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 from setuptools.modified import newer_group
 
@@ -119,6 +120,10 @@ def extension(level: str) -> Extension:
 class BuildEngine(build_ext):
     """Compile the sources of all levels in parallel, then link each level."""
 
+    def get_ext_filename(self, fullname: str) -> str:
+        """Return the path of a library, without the tag of a Python version: the library is not a Python module."""
+        return str(Path(*fullname.split(".")).with_suffix(".so"))
+
     def build_extensions(self) -> None:
         """Compile and link the levels whose library is stale."""
         self.parallel = None
@@ -192,6 +197,15 @@ class BuildEngine(build_ext):
         self.compiler.link_shared_object(objects, path, extra_postargs=one.extra_link_args, target_lang="c++")
 
 
+class EngineWheel(bdist_wheel):
+    """Tag the wheel for every Python 3, and for this platform only if it contains a library."""
+
+    def get_tag(self) -> tuple[str, str, str]:
+        """Return the tags: py3-none-<platform>, or py3-none-any if no library was compiled."""
+        folder = Path(self.bdist_dir or "") / CPU
+        return "py3", "none", super().get_tag()[2] if any(folder.glob("_*.so")) else "any"
+
+
 def cores_of_process() -> int:
     """Return the number of processor cores that this process may use."""
     affinity = getattr(os, "sched_getaffinity", None)
@@ -206,4 +220,7 @@ def say(text: str) -> None:
 if __name__ == "__main__":
     supported = sys.platform.startswith(("linux", "darwin"))
     levels = chosen_levels(REQUESTED) if supported else []
-    setup(ext_modules=[extension(level) for level in levels], cmdclass={"build_ext": BuildEngine})
+    setup(
+        ext_modules=[extension(level) for level in levels],
+        cmdclass={"build_ext": BuildEngine, "bdist_wheel": EngineWheel},
+    )

@@ -83,8 +83,11 @@ _LAZY = {
     "cast_master_weights": "fp4kit.training.master_weights",
     "compare": "fp4kit.ops.compare",
     "compare_recipes": "fp4kit.ops.compare",
+    "engine_keys": "fp4kit.cpu.c_api",
     "error_budget": "fp4kit.ops.matmul",
     "explain": "fp4kit.ops.explain",
+    "get_include": "fp4kit.cpu.c_api",
+    "get_library": "fp4kit.cpu.c_api",
     "identify": "fp4kit.ops.identify",
     "identify_kv": "fp4kit.ops.kv_cache",
     "load": "fp4kit.storage.quantized_file",
@@ -106,6 +109,7 @@ if TYPE_CHECKING:
     from fp4kit.contract.engines import Serving, serving, servings
     from fp4kit.contract.parity import parity
     from fp4kit.contract.schema import Contract, ContractDiff
+    from fp4kit.cpu.c_api import engine_keys, get_include, get_library
     from fp4kit.ops.amax import quantize_static
     from fp4kit.ops.compare import Comparison, RecipeComparison, compare, compare_recipes
     from fp4kit.ops.explain import ExplainedStep, Explanation, explain
@@ -176,7 +180,7 @@ FUNCTIONS.update(  # methods of Quantized and Recipe call these functions; see l
 
 allow_torch_load()
 
-__version__ = "0.2.0"
+__version__ = "0.3.0"
 
 __all__ = [
     "Comparison",
@@ -211,12 +215,15 @@ __all__ = [
     "dequantize",
     "dequantize_kv",
     "engine",
+    "engine_keys",
     "error_budget",
     "explain",
     "fake_quantize",
     "fake_quantize_backward",
     "fake_quantize_grouped",
     "fake_quantize_grouped_backward",
+    "get_include",
+    "get_library",
     "hadamard",
     "identify",
     "identify_kv",

@@ -100,6 +100,7 @@ def _check(out: Output, ids: tuple[str, ...], golden: GoldenSet) -> int:
     out.table(("recipe", "#arrays equal", "recorded as"), rows)
     out.lines(f"{r.recipe}: {d.key}: {d.differing} of {d.size} differ" for r in results for d in r.differences)
     equal, compared = sum(r.equal for r in results), sum(r.compared for r in results)
+    out.lines(filter(None, [golden.note]))
     out.line(f"{equal} of {compared} arrays are equal in every bit; {compared - equal} unequal")
     keys = ("key", "differing", "size")
     checked = [
@@ -215,6 +216,7 @@ def report(engine: selftest.ComparedEngine, golden: GoldenSet | None, quick: boo
         out.lines(f"{title}: {line}" for line in lines[:_MOST_SHOWN])
         if len(lines) > _MOST_SHOWN:
             out.line(f"{title}: and {len(lines) - _MOST_SHOWN} more")
+    out.lines(filter(None, [golden.note if golden is not None else ""]))
     values, differing = (sum(getattr(f.outcome, name) for f in finished) for name in ("values", "differing"))
     errors = sum(bool(f.error) for f in finished)
     out.line(f"{values:,} values compared, {differing:,} differ, {errors} errors; {time.perf_counter() - start:.0f} s")
@@ -308,7 +310,9 @@ def _print_fuzz(out: Output, report: fuzz.Report, options: str) -> None:
     )
 
 
-_GOLDEN = "directory of recorded outputs (default: those of the package)"
+_GOLDEN = (
+    "directory of recorded outputs (default: all in a checkout or with fp4kit-evidence installed, else a selection)"
+)
 
 COMMANDS = {
     "recipes": Command(

@@ -210,7 +210,8 @@ def _open(level: str) -> Any:
     if not found:
         where = "where there is a C++ compiler" if level == "base" else "on this machine, or with FP4KIT_CPU_LEVELS=all"
         raise OSError(f"it is not compiled here; install fp4kit {where}")
-    functions = ctypes.CDLL(str(found[0]))
+    # The shortest name has no Python tag, which libraries compiled by fp4kit 0.2 have.
+    functions = ctypes.CDLL(str(min(found, key=lambda path: len(path.name))))
     functions.fp4kit_digest.restype = functions.fp4kit_level.restype = c_char_p
     return functions
 

@@ -30,6 +30,7 @@ RIGHT = {
     "compare_recipes": {"x": X, "recipes": ["nvfp4", "mxfp4"]},
     "dequantize": {"q": Q},
     "dequantize_kv": {"cache": CACHE},
+    "engine_keys": {"recipe": "nvfp4", "dtype": "float16"},
     "explain": {"x": X, "recipe": "nvfp4", "index": (3, 5)},
     "fake_quantize": {"x": X, "recipe": "nvfp4"},
     "fake_quantize_backward": {"grad": X, "x": X, "recipe": "nvfp4", "pass_through": False},
@@ -87,7 +88,7 @@ WRONG = [
     np.zeros((2, 2), np.uint8),
     np.zeros((0, 16), np.float32),
 ]
-NOT_CALLED = {"engine", "num_threads", "specification", "units"}  # they take no arguments
+NOT_CALLED = {"engine", "get_include", "get_library", "num_threads", "specification", "units"}  # they take no arguments
 # cast_master_weights makes a MasterWeightsPlan, so it raises the plan's errors. threads raises only when it is entered.
 NOT_CALLED |= {"MasterWeightsPlan", "threads"}
 NOT_CALLED |= {"open_checkpoint"}  # its errors name the file (tests/checkpoint/model/test_quantized_layers.py)

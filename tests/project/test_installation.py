@@ -77,7 +77,7 @@ def test_an_editable_installation_is_a_path(tmp_path):
     """
     source = tmp_path / "source"
     shutil.copytree(ROOT / "fp4kit", source / "fp4kit", ignore=shutil.ignore_patterns("__pycache__", "*.so", "*.npz"))
-    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE", "NOTICE"):
         shutil.copy(ROOT / name, source)
     code = f"from setuptools import build_meta; build_meta.build_editable({str(tmp_path)!r})"
     environment = os.environ | {"FP4KIT_CPU_LEVELS": "none"}

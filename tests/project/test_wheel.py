@@ -17,6 +17,9 @@ from pathlib import Path
 import pytest
 from host.compiler import find_compiler
 
+from fp4kit.evidence.golden.check import check_recipe
+from fp4kit.evidence.golden.golden_set import RECORDED, GoldenSet
+
 ROOT = Path(__file__).resolve().parents[2]
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
 # Isolate the process, so that it imports the wheel only. -S ignores .pth files in site-packages, which an editable
@@ -39,7 +42,7 @@ def copied(folder, *more):
     """
     source = folder / "source"
     shutil.copytree(ROOT / "fp4kit", source / "fp4kit", ignore=shutil.ignore_patterns("__pycache__", "*.so"))
-    for name in ("pyproject.toml", "README.md", "LICENSE", "_fp4kit_pytest.py", *more):
+    for name in ("pyproject.toml", "README.md", "LICENSE", "NOTICE", "_fp4kit_pytest.py", *more):
         shutil.copy(ROOT / name, source)
     return source
 
@@ -112,18 +115,39 @@ def files_of(wheel):
     return {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("fp4kit/")}
 
 
-def test_the_wheel_has_every_file_of_the_package(wheel):
+def test_the_wheel_has_every_file_of_the_package_except_most_recordings(wheel):
     found = files_of(wheel)
     paths = (path for path in (ROOT / "fp4kit").rglob("*") if path.is_file() and path.suffix not in (".pyc", ".so"))
-    assert found == {path.relative_to(ROOT).as_posix() for path in paths}
-    assert {"fp4kit/evidence/recorded/te.npz", "fp4kit/cuda/kernels/entries/quantize.cu", "fp4kit/py.typed"} <= found
+    names = {path.relative_to(ROOT).as_posix() for path in paths}
+    assert found == {name for name in names if not (name.endswith(".npz") and "/recorded/" in name)}
+    assert {"fp4kit/evidence/selection/te.npz", "fp4kit/cuda/kernels/entries/quantize.cu", "fp4kit/py.typed"} <= found
+    assert wheel.name.endswith("-py3-none-any.whl") and wheel.stat().st_size < 3_000_000
 
 
-@pytest.mark.exhaustive
-def test_recipes_are_checked_against_the_recorded_outputs(installed):
+def test_recipes_are_checked_against_the_selection(installed):
     status, output, errors = run(installed, "recipes", "--check", "nvfp4-te", "mxfp4-ocp")
     assert status == 0, errors
-    assert re.search(r"\n(\d\d\d+) of \1 arrays are equal in every bit; 0 unequal\n$", output)
+    assert "pip install fp4kit-evidence adds all" in " ".join(output.split())
+    assert re.search(r"\n(\d\d+) of \1 arrays are equal in every bit; 0 unequal\n$", output)
+
+
+def test_fp4kit_evidence_has_all_recordings(installed, tmp_path):
+    """Beside the wheel of fp4kit, the wheel of fp4kit-evidence gives the counts of a checkout."""
+    source = tmp_path / "clone"
+    shutil.copytree(ROOT / "packaging" / "evidence", source / "packaging" / "evidence")
+    shutil.copytree(RECORDED, source / "fp4kit" / "evidence" / "recorded")
+    for name in ("LICENSE", "NOTICE"):
+        shutil.copy(ROOT / name, source)
+    with zipfile.ZipFile(built(source / "packaging" / "evidence", tmp_path)) as archive:
+        files = {name.removeprefix("fp4kit_evidence/") for name in archive.namelist() if ".dist-info" not in name}
+        licenses = {Path(name).name for name in archive.namelist() if "/licenses/" in name}
+        archive.extractall(tmp_path / "both")
+    assert files == {"__init__.py", *(path.name for path in RECORDED.iterdir())} and licenses == {"LICENSE", "NOTICE"}
+    shutil.copytree(installed / "fp4kit", tmp_path / "both" / "fp4kit")
+    status, output, errors = run(tmp_path / "both", "recipes", "--check", "nvfp4-te")
+    assert status == 0, errors
+    count = check_recipe("nvfp4-te", GoldenSet.open(RECORDED)).compared
+    assert output.endswith(f"\n{count} of {count} arrays are equal in every bit; 0 unequal\n") and "adds" not in output
 
 
 def test_kernels_are_found(installed):
@@ -194,8 +218,8 @@ def test_a_source_distribution_is_compiled(compiled_wheel, wheel):
     """The source distribution has all files that the compiler needs, and the compiled engine passes its own check."""
     libraries = files_of(compiled_wheel) - files_of(wheel)
     assert files_of(wheel) < files_of(compiled_wheel)
-    assert {name.partition(".")[0] for name in libraries} >= {"fp4kit/cpu/_base"}
-    assert all(name.endswith((".so", ".dylib")) for name in libraries)
+    assert libraries == {"fp4kit/cpu/_base.so"}
+    assert re.search(r"-py3-none-(?!any)\w+\.whl$", compiled_wheel.name)
     status, output, errors = run(installation(compiled_wheel), command=ENGINE)
     assert status == 0, errors
     assert re.fullmatch(r"cpu-(\w+)\n\1\n", output)

@@ -14,6 +14,7 @@ import os
 import zipfile
 from collections.abc import Callable, Mapping
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,8 @@ def _array(members: Mapping[str, np.ndarray], entry: list[Any], base: Callable[[
     return array
 
 
-RECORDED = Path(__file__).parents[1] / "recorded"
+RECORDED = Path(__file__).parents[1] / "recorded"  # a wheel has none of its files
+SELECTION = Path(__file__).parents[1] / "selection"
 _OWN_INPUT = "/input/values"
 _BF16_SUFFIX = "__bf16"  # inputs with this suffix are stored as uint16 bit patterns of bfloat16
 
@@ -101,8 +103,19 @@ class GoldenSet:
 
     @classmethod
     def find(cls) -> GoldenSet:
-        """Open the recorded outputs that the package contains, fp4kit/evidence/recorded."""
-        return cls.open(RECORDED)
+        """Open all recorded outputs, or the selection if neither a checkout nor fp4kit-evidence is installed."""
+        installed = find_spec("fp4kit_evidence")
+        folders = [RECORDED, *map(Path, (installed and installed.submodule_search_locations) or ())]
+        return cls.open(next((folder for folder in folders if any(folder.glob("*.npz"))), SELECTION))
+
+    @property
+    def note(self) -> str:
+        """Return the sentence that says how to get all recorded outputs, or "" if the set is not the selection."""
+        if self.path != SELECTION:
+            return ""
+        return (
+            "The recorded outputs are the selection that fp4kit's wheel contains; pip install fp4kit-evidence adds all"
+        )
 
     def files(self) -> tuple[str, ...]:
         """Return the sorted names of the files of outputs, such as "te". The file of inputs is left out."""
