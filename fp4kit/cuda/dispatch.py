@@ -28,8 +28,6 @@ from fp4kit.reference.stochastic import HADAMARD_BLOCK
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 VALUE_RUNS = 2  # runs of 16 bytes that a thread of dequantize or fake_quantize writes
 MORE_VALUE_RUNS = 4  # such runs per thread if each thread block must prepare more, such as a table, before it starts
-# The most thread blocks per multiprocessor of dequantize: four waves. More would prepare more tables for fewer steps.
-DECODE_BLOCKS = 32
 WARP = 32  # threads per warp
 MAX_TILE_BLOCK_COLUMNS = 32  # the widest block of quantize_tile, in which a thread holds one row of a block
 FAKE_BLOCKS = (16, 32, 64, 128, 256, 512)  # block widths of fake_quantize, in which a warp computes a block's amax

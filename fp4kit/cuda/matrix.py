@@ -30,7 +30,6 @@ from fp4kit.cuda.launch import (
     check_columns,
     check_count,
     function_of,
-    grid,
     is_small,
     piece_counts,
     prepare_group,
@@ -139,12 +138,10 @@ def dequantize_launch(
     prepares_tables = (
         layout != "linear" and has_entries and r.tensor_scaling in ("none", "tensor") and dtype.itemsize == 2
     )
-    work = dispatch.value_blocks(
+    blocks = dispatch.value_blocks(
         rows, columns, dtype, dispatch.MORE_VALUE_RUNS if prepares_tables else dispatch.VALUE_RUNS
     )
-    blocks = grid(work, device, dispatch.DECODE_BLOCKS)
-    # If thread blocks take several steps, each prefetches its own next step, otherwise one of the next wave.
-    sizes = rows, columns, blocks if blocks < work else resident_blocks(device)
+    sizes = rows, columns, resident_blocks(device)
     return prepared("dequantize", blocks, sizes, device, (original, dtype), recipe_struct(decoding(r, dtype), layout))
 
 
