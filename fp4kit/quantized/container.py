@@ -25,6 +25,7 @@ from fp4kit.formats import E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, FLOATS, INT4, INT
 from fp4kit.layouts import check_axis, check_layout, pack, padded_shape
 from fp4kit.lazy import FUNCTIONS
 from fp4kit.recipes import Recipe, recipe_of
+from fp4kit.recipes.schema import check_one_level
 from fp4kit.types import ScaleLayout
 
 # tensor rules that give a number even for a NaN amax
@@ -40,13 +41,13 @@ def packed_shape(moved_shape: tuple[int, ...], recipe: Recipe) -> tuple[int, ...
 def scale_shape(moved_shape: tuple[int, ...], recipe: Recipe) -> tuple[int, ...]:
     """Return the shape (..., K / block columns) of an array's block scales in linear layout."""
     *lead, K = moved_shape
-    return (*lead, K // recipe.block_size)
+    return (*lead, K // recipe.block_size * recipe.scale_bytes)
 
 
 def tensor_amax_shape(moved_shape: tuple[int, ...], recipe: Recipe) -> tuple[int, ...]:
     """Return the shape of an array's tensor amaxes, as quantize computes them."""
     *lead, K = moved_shape
-    return {"row": tuple(lead), "block": (*lead, K // recipe.block_size)}.get(recipe.tensor_scaling, ())
+    return {"row": tuple(lead), "block": (*lead, -(-K // recipe.tensor_columns))}.get(recipe.tensor_scaling, ())
 
 
 def fitting_shape(shape: tuple[int, ...], allowed: Iterable[tuple[int, ...]]) -> tuple[int, ...] | None:
@@ -93,14 +94,23 @@ def wanted_parts(shape: tuple[int, ...], axis: int, r: Recipe, layout: str) -> P
             f"Quantized: axis {axis} has length {shape[axis]}; {r.id} needs a multiple of {r.length_multiple}"
         )
     moved = (*shape[:axis], *shape[axis + 1 :], shape[axis])
+    check_scale_layout("Quantized", r, layout)
     if layout != "linear" and len(shape) < 2 and r.scale is not None:
         raise ValueError(
             f"Quantized: scale_layout is {layout!r} of a 1-d array; needs the rows of a matrix, or 'linear'"
         )
     scales = None if r.scale is None else padded_shape(scale_shape(moved, r), layout)
-    tensor_shapes = {"row": (moved[:-1],), "block": (scale_shape(moved, r),), "none": ()}
+    tensor_shapes = {"row": (moved[:-1],), "block": (tensor_amax_shape(moved, r),), "none": ()}
     of_tensor = ((), moved[:1]) if len(moved) > 2 else ((),)
     return PartShapes(axis, packed_shape(moved, r), scales, tensor_shapes.get(r.tensor_scaling, of_tensor))
+
+
+def check_scale_layout(op: str, r: Recipe, layout: str) -> None:
+    """Raise NotImplementedError for swizzled scales of a recipe with several levels of scales."""
+    if r.levels and layout != "linear":
+        raise NotImplementedError(
+            f"{op}: scale_layout is {layout!r}; {r.id} has several levels of scales, for 'linear'"
+        )
 
 
 def check_codes(op: str, name: str, codes: Any, fmt: ElementFormat | None) -> None:
@@ -480,6 +490,8 @@ class Quantized:
 
         op: the name of the function with which error messages begin.
         """
+        if self.recipe.levels:
+            check_one_level(op, self.recipe)
         if isinstance(self.packed, np.ndarray) or type(self.packed).__module__ == "cupy":
             return self
         present = {name: array for name, array in self.parts().items() if array is not None}
