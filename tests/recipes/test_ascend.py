@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import fp4kit
+from fp4kit.checkpoint.containers.configs import WRITTEN
 from fp4kit.cuda.dispatch import check_formats
 from fp4kit.evidence.golden.check import check_recipe
 from fp4kit.formats import E6M2
@@ -121,9 +122,10 @@ def test_other_operations_refuse_by_name(op, id):
 
 
 @pytest.mark.parametrize("id", OURS)
-def test_no_gpu_takes_them(id):
+def test_no_gpu_and_no_checkpoint_takes_them(id):
     with pytest.raises(NotImplementedError, match=f"{id} has rules of the specification alone"):
         check_formats(ALL_RECIPES[id])
+    assert not any(container.stores(ALL_RECIPES[id]) for container in WRITTEN)
 
 
 def test_e6m2_rounds_to_nearest():
