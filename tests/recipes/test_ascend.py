@@ -106,7 +106,6 @@ REFUSED = {
     "requantize": lambda q: fp4kit.requantize(q, "mxfp4"),
     "identify": lambda q: fp4kit.identify(q, X),
     "amax": lambda q: fp4kit.amax(X, q.recipe),
-    "explain": lambda q: fp4kit.explain(X, q.recipe, (0, 0)),
     "Contract": lambda q: fp4kit.Contract(weights=q.recipe),
     "quantize": lambda q: fp4kit.quantize(X, q.recipe, block_scale=q.block_scale, tensor_scale=q.tensor_scale),
     "quantize: scale_layout": lambda q: fp4kit.quantize(X, q.recipe, scale_layout="swizzled_128x4"),

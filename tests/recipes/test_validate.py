@@ -211,7 +211,6 @@ WRONG = [  # (recipe, the replaced fields, the error, its text after "Recipe <id
     ("mxfp4-msmodelslim", {"element": E3M0}, V, "element is E3M0; block_rule 'e8m0_msmodelslim' needs E2M1"),
     ("mxfp4-msmodelslim", {"block": (2, 32)}, V, "needs one row, and a multiple of 8 columns"),
     ("mxfp4-msmodelslim-dual", {"levels": ((48, "float32"), (32, "E8M0"))}, V, "in columns that divide"),
-    ("mxfp4-msmodelslim-dual", {"tensor_scaling": "row"}, V, "needs 'block' with a level of float32"),
 ]
 
 
