@@ -39,7 +39,7 @@ def packed_shape(moved_shape: tuple[int, ...], recipe: Recipe) -> tuple[int, ...
 
 
 def scale_shape(moved_shape: tuple[int, ...], recipe: Recipe) -> tuple[int, ...]:
-    """Return the shape (..., K / block columns) of an array's block scales in linear layout."""
+    """Return the shape (..., K / block columns * bytes per block) of an array's block scales in linear layout."""
     *lead, K = moved_shape
     return (*lead, K // recipe.block_size * recipe.scale_bytes)
 
@@ -355,10 +355,12 @@ class Quantized:
         packed: the codes, uint8. (..., K/2) for 4-bit elements: two codes per byte, element 2j in the low nibble. (...,
             K) for wider elements: one code per byte.
         block_scale: the bit patterns of the block scales, uint8 (..., K/block), padded and permuted by scale_layout.
-            Scales of 16x16 blocks are stored once per row. None if the recipe has only float32 scales.
+            Scales of 16x16 blocks are stored once per row. None if the recipe has only float32 scales. A hierarchical
+            recipe with exponent bits (Recipe.levels) has recipe.scale_bytes bytes per block, and only linear scales.
         tensor_scale: the float32 scales by which decoding multiplies. The shape is () for one scale per tensor, (E,)
             for one per expert (x then has three or more dimensions, and E is the first length of x'), x'.shape[:-1] for
-            one per row, and (..., K/block) for one per block. None if the recipe has no tensor scale.
+            one per row, and (..., K/block) for one per block, where a level of float32 scales has blocks of its own,
+            of which the last may be incomplete. None if the recipe has no tensor scale.
         tensor_amax: the amax that tensor_scale was made from, float32, in the shape of tensor_scale. None if it is
             unknown, as in a checkpoint. Decoding does not need it: without it, a rule that reads the amax uses the amax
             that tensor_scale implies (reference/tensor_rules.py).
