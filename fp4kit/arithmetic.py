@@ -303,7 +303,8 @@ def _float_codes(x: np.ndarray, fmt: Any, direction: _Direction, saturate: bool)
     # Clipping to the range from 2^-_TINY_EXPONENT steps to two binades above the largest value changes no code.
     clipped = np.clip(a, 2.0 ** (fmt.emin - fmt.mantissa_bits - _TINY_EXPONENT), 2.0 ** (fmt.emax + 2))
     codes = codes_of(np.where(a > 0, clipped, a), fmt.emin, fmt.mantissa_bits, direction.rounding)
-    codes = np.maximum(codes - (not fmt.has_zero), 0)  # E8M0 has only the hidden 1 and no zero: codes are one lower
+    if not fmt.has_zero:  # without subnormals and zero, codes are lower by those of one exponent
+        codes = np.maximum(codes - (1 << fmt.mantissa_bits), 0)
     beyond = codes > fmt.max_code
     overflows = beyond & ~(direction.toward_zero & np.isfinite(x)) & (not saturate and fmt.specials != "none")
     codes = np.where(beyond, fmt.max_code + (overflows & (fmt.specials == "ieee")), codes)

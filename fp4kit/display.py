@@ -223,7 +223,7 @@ def _scales(q: Quantized) -> tuple[np.ndarray, np.ndarray]:
     part = import_to_host("statistics", scales=q.tensor_scale if q.block_scale is None else q.block_scale)
     if q.block_scale is None or q.recipe.scale is None:
         return np.unique(part, return_counts=True)
-    linear = unswizzle_scales(part, q.scale_layout, q.scale_shape)
+    linear = unswizzle_scales(part, q.scale_layout, q.scale_shape)[..., :: q.recipe.scale_bytes]
     if isinstance(q.recipe.element, IntegerOrFloat):
         linear = q.recipe.element.scale_codes(linear)
     counts = np.bincount(linear.reshape(-1), minlength=256)
@@ -315,7 +315,7 @@ def _held(array: Any) -> str:
 
 
 # The fields that recipe_panel() describes in words or in the title, so that _rules leaves them out.
-_DESCRIBED = ("id", "element", "scale", "block", "source", "exact", "versions", "tensor_scaling")
+_DESCRIBED = ("id", "element", "scale", "block", "source", "exact", "versions", "tensor_scaling", "levels")
 
 
 def recipe_panel(r: Recipe) -> Panel:
@@ -326,6 +326,8 @@ def recipe_panel(r: Recipe) -> Panel:
     dtype = tensor_scale_dtype(r)
     covered = {"tensor": f"{dtype} per tensor", "row": f"{dtype} per row", "block": f"{dtype} per {block}"}
     scales = [f"{r.scale} per {block}" if r.scale else "", covered.get(r.tensor_scaling, "")]
+    scales = [f"{level.format} per {level.columns} columns" for level in r.levels] or scales
+    formulas = f"fp4kit.explain(x, {r.id!r}, index) applies them step by step" if is_listed(r) else ""
     names = [name for name, target in ALIASES.items() if target == r.id]
     kind = "in the table" if is_listed(r) else "a variant, not in the table"
     facts = [
@@ -333,7 +335,7 @@ def recipe_panel(r: Recipe) -> Panel:
         ("elements", f"{r.element}, {r.element.bits} bits, up to {r.element.max:g}"),
         ("scales", ", ".join(filter(None, scales))),
         *_rules(r),
-        ("formulas", f"fp4kit.explain(x, {r.id!r}, index) applies them step by step" if is_listed(r) else ""),
+        *(() if r.specification_only else (("formulas", formulas),)),
         ("exact", r.exact),
         *((alias.id, f"{alias.source}, {alias.exact}") for alias in PRODUCER_ALIASES.values() if alias.of == r.id),
         ("source", r.source),

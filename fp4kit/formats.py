@@ -85,7 +85,7 @@ class ElementFormat:
         specials: "none" if every code is a number. "nan" if the code whose exponent and mantissa bits are all ones is
             NaN, and there is no infinity. "ieee" if the codes with the top exponent are infinities and NaN.
         signed: True if the top bit is a sign.
-        has_zero: False only for E8M0, which has neither a zero nor a mantissa.
+        has_zero: False only for E8M0 and E6M2, whose codes with exponent bits 0 are normal numbers.
 
     Raises:
         TypeError: a field does not have its declared type.
@@ -146,11 +146,13 @@ class ElementFormat:
     def _check_float(self) -> None:
         """Raise ValueError unless the fields describe a float format whose values are all exact in float32.
 
-        The format must have a finite value other than zero. Only E8M0 may lack a zero.
+        The format must have a finite value other than zero. Only E8M0 and E6M2 may lack a zero.
         """
         facts = (self.exponent_bits, self.mantissa_bits, self.bias, self.specials, self.signed)
-        if not self.has_zero and facts != (8, 0, 127, "nan", False):
-            raise ValueError(f"ElementFormat {self.name}: has_zero is False; needs True for every format but E8M0")
+        if not self.has_zero and facts not in ((8, 0, 127, "nan", False), (6, 2, 48, "nan", False)):
+            raise ValueError(
+                f"ElementFormat {self.name}: has_zero is False; needs True for every format but E8M0 and E6M2"
+            )
         if self.specials == "ieee" and (self.mantissa_bits == 0 or self.exponent_bits == 1):
             raise ValueError(
                 f"ElementFormat {self.name}: specials is 'ieee'; needs mantissa_bits >= 1 and exponent_bits >= 2"
@@ -329,7 +331,8 @@ class ElementFormat:
 
             -0, and negative numbers that round to zero, become the code of -0. Integers have a single zero. E8M0 has
             neither a sign nor a zero: negative numbers become NaN, and zero and numbers below 2^-127 become 2^-127. In
-            a format without mantissa bits (E8M0, E3M0), "rn" rounds a tie between two powers of two up.
+            a format without mantissa bits (E8M0, E3M0), "rn" rounds a tie between two powers of two up. E6M2 is treated
+            as E8M0 is, with 2^-48 as its smallest value.
 
         Exact:
             Equals PTX cvt .satfinite with the same rounding, if PTX has that rounding. Recipes use the same formula,
@@ -814,6 +817,8 @@ E3M2 = ElementFormat("E3M2", 3, 2, 3)
 E4M3 = ElementFormat("E4M3", 4, 3, 7, specials="nan")
 E5M2 = ElementFormat("E5M2", 5, 2, 15, specials="ieee")
 E8M0 = ElementFormat("E8M0", 8, 0, 127, specials="nan", signed=False, has_zero=False)
+# the scales of HiF4: 2^-48 to 2^15 * 1.5, without a zero
+E6M2 = ElementFormat("E6M2", 6, 2, 48, specials="nan", signed=False, has_zero=False)
 INT4 = ElementFormat("INT4", 0, 3)
 INT8 = ElementFormat("INT8", 0, 7)
 

@@ -16,21 +16,26 @@ import fp4kit
 from fp4kit.cli.output import block_text, markdown
 from fp4kit.evidence.golden.check import check_recipe
 from fp4kit.evidence.golden.golden_set import GoldenSet
-from fp4kit.recipes import RECIPES, Recipe
+from fp4kit.recipes import ALL_RECIPES, RECIPES, Recipe
 from fp4kit.recipes.schema import PRODUCER_NAMES, producer_of
+from fp4kit.reference.ascend import SCALED, hif4
 from fp4kit.reference.block_rules import BLOCK_RULES
 from fp4kit.reference.four_over_six import quantize_four_over_six, quantize_if4
 from fp4kit.reference.tensor_rules import TENSOR_RULES
 
 # {block rule by which a block chooses between two candidates: the function that quantizes by it}
 _CHOICES = {"four_over_six": quantize_four_over_six, "fouroversix_if4": quantize_if4}
+# {block rule that makes scales and codes together: the function that does so}
+_WHOLE = SCALED | {"hif4": hif4, "hif4_amct": hif4}
+_EQUAL = "The compiled CPU engine and the CUDA kernels give equal bits."
+_ALONE = "The compiled CPU engine and the CUDA kernels do not have these rules."
 
 
 @cache
 def producers() -> dict[str, list[Recipe]]:
     """Return {id of a producer: its recipes}, such as "te", in the order of the table of recipes."""
     found: dict[str, list[Recipe]] = {}
-    for r in RECIPES.values():
+    for r in ALL_RECIPES.values():
         found.setdefault(producer_of(r.id), []).append(r)
     return found
 
@@ -78,11 +83,12 @@ def page(name: str, recipes: list[Recipe]) -> str:
     lines += [
         "## Formulas",
         "",
-        "The NumPy code below defines each rule. The compiled CPU engine and the CUDA kernels give equal bits.",
+        f"The NumPy code below defines each rule. {_ALONE if recipes[0].specification_only else _EQUAL}",
         "",
     ]
     lines += _rules("Block scale", {r.block_rule for r in recipes if r.block_rule in BLOCK_RULES}, _block_source)
     lines += _rules("Choice of each block", {r.block_rule for r in recipes if r.block_rule in _CHOICES}, _choice_source)
+    lines += _rules("Scales and codes", {r.block_rule for r in recipes if r.block_rule in _WHOLE}, _whole_source)
     lines += _rules("Tensor scale", {r.tensor_rule for r in recipes if r.tensor_rule in TENSOR_RULES}, _tensor_source)
     relative = _relative(recipes[0])
     if relative:
@@ -135,6 +141,10 @@ def _block_source(rule: str) -> str:
 
 def _choice_source(rule: str) -> str:
     return inspect.getsource(_CHOICES[rule])
+
+
+def _whole_source(rule: str) -> str:
+    return inspect.getsource(_WHOLE[rule])
 
 
 def _tensor_source(rule: str) -> str:

@@ -65,6 +65,7 @@ SECTIONS = {  # {heading on the page of recipes: the first parts of the ids in t
     "FP8": ("fp8",),
     "FP4 with float32 scales": ("fp4",),
     "INT8 and INT4": ("int8", "int4"),
+    "HiF4": ("hif4", "hifx3", "hifx5"),
 }
 
 

@@ -189,7 +189,7 @@ OPERATIONS_WITH_BLOCK_AMAXES = ("quantize", "fake_quantize", "explain")
 
 def takes_e8m0_amaxes(r: Recipe) -> bool:
     """Return whether recipe r accepts block amaxes for its E8M0 scales, such as those that search_scales finds."""
-    chooses_scales = r.fake_only or r.fake_rule or r.search or r.four_over_six
+    chooses_scales = r.specification_only or r.fake_only or r.fake_rule or r.search or r.four_over_six
     return r.scale == E8M0 and r.block_rows == 1 and r.tensor_scaling == "none" and not chooses_scales
 
 

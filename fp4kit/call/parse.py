@@ -21,7 +21,7 @@ from fp4kit.arrays.imports import import_arrays, import_to_host, is_array
 from fp4kit.call import inputs
 from fp4kit.formats import FLOATS, Codebook, PairedMicroexponents
 from fp4kit.layouts import check_layout, padded_shape
-from fp4kit.quantized.container import Quantized, packed_shape, scale_shape, tensor_amax_shape
+from fp4kit.quantized.container import Quantized, check_scale_layout, packed_shape, scale_shape, tensor_amax_shape
 from fp4kit.recipes import RECIPES, Recipe, recipe_of
 from fp4kit.recipes.rules import SCALE_STOCHASTICS
 from fp4kit.recipes.schema import has_tall_scales
@@ -218,6 +218,8 @@ def quantize_call(
         call = with_options(call, options, given["seed"])
         call = with_amaxes(call, given.get("tensor_amax"), given.get("block_amax"))
     else:
+        if call.recipe.specification_only:
+            raise NotImplementedError(f"{op}: {call.recipe.id} does not quantize under given scales; leave them out")
         inputs.check_complete(op, call.recipe, block_scale, tensor_scale)
         call = with_options(call, options, given["seed"])
         shape, r = call.moved.shape, call.recipe
@@ -287,6 +289,7 @@ def check_codes(call: Call, layout: str) -> None:
     if type(layout) is str and layout == "linear":
         return
     check_layout(call.op, layout)
+    check_scale_layout(call.op, call.recipe, layout)
     if layout != "linear" and call.x.ndim < 2:
         raise ValueError(f"{call.op}: x is 1-d; {layout} scales need the rows of a matrix; use x.reshape(1, -1)")
 
@@ -306,7 +309,7 @@ def _random_source(call: Call, rounding: str, seed: Any) -> Any:
         if seed is not None:
             raise ValueError(f"{op}: {SEED_WITHOUT_USE}")
         return None
-    if r.element.is_integer or r.four_over_six or isinstance(r.element, Codebook):
+    if r.element.is_integer or r.four_over_six or isinstance(r.element, Codebook) or r.specification_only:
         raise ValueError(f"{op}: {r.id} has no stochastic rounding; it needs float elements and one scale per block")
     if seed is None:
         numbers = "numbers from 0 to 1 in the shape of x"

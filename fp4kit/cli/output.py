@@ -19,7 +19,7 @@ from rich.cells import cell_len
 from rich.filesize import decimal
 
 from fp4kit.formats import BLOCK_FORMATS, ELEMENT_FORMATS, ElementFormat
-from fp4kit.recipes import ALIASES, PRODUCER_ALIASES, RECIPES, Recipe, recipe
+from fp4kit.recipes import ALIASES, ALL_RECIPES, PRODUCER_ALIASES, Recipe, recipe
 from fp4kit.storage.files import dump_object, shown
 
 NAME_WIDTH = 24  # if the name column would be narrower than this, each name gets a line of its own
@@ -383,7 +383,7 @@ def rule_text(r: Recipe) -> str:
     return (rule or "").replace("_", " ") + ", searched" * bool(r.search)
 
 
-def recipe_rows(ids: Iterable[str] = tuple(RECIPES)) -> list[tuple[str, ...]]:
+def recipe_rows(ids: Iterable[str] = tuple(ALL_RECIPES)) -> list[tuple[str, ...]]:
     """Return the table of recipes, one row per id."""
     return [(_names(r), block_text(r), rule_text(r), _exact(r), str(r.versions), r.source) for r in map(recipe, ids)]
 

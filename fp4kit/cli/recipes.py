@@ -36,7 +36,7 @@ from fp4kit.evidence.golden import check as agreement
 from fp4kit.evidence.golden.golden_set import GoldenSet
 from fp4kit.evidence.golden.rows import ROWS
 from fp4kit.evidence.live import run as producers
-from fp4kit.recipes import ALIASES, RECIPES, family, recipe, recipes
+from fp4kit.recipes import ALIASES, ALL_RECIPES, family, recipe, recipes
 
 
 def _bar(out: Output, *columns: ProgressColumn) -> Progress:
@@ -76,7 +76,7 @@ def _named(names: Sequence[str], families: bool) -> tuple[str, ...]:
     """Return the ids of the recipes that ``names`` stand for, without duplicates, in the order of the names."""
     found: dict[str, None] = {}
     for name in names:
-        whole = name in RECIPES or (name in ALIASES and "-" in name)
+        whole = name in ALL_RECIPES or (name in ALIASES and "-" in name)
         found.update(dict.fromkeys((families and not whole and family(name)) or (recipe(name).id,)))
     return tuple(found)
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from fp4kit.cpu.codec import computed_format, decode_key, element_key, rule_key, tensor_key, top_rule
 from fp4kit.cuda.compiler import constant, decode_rule, format_struct
 from fp4kit.formats import E2M1, E4M3, ElementFormat, IntegerOrFloat
-from fp4kit.recipes import Recipe, recipe, recipes
+from fp4kit.recipes import RECIPES, Recipe
 from fp4kit.recipes.rules import DECODE_RULES
 from fp4kit.recipes.schema import as_stored, by_divisor, decoding, encodes_first, faking, takes_divisor, then_encodes
 
@@ -28,7 +28,7 @@ Facts = dict[str, object]  # members of a C++ struct: {name of a type: type} and
 
 def text() -> str:
     """Return the C++ text that recipes.inc should have for the current recipes of the table."""
-    table = [recipe(name) for name in recipes()]
+    table = [*RECIPES.values()]
     formats = {f.name: f for r in table for f in (r.element, r.scale or E4M3)}
     rules = {key: r for r in reversed(table) if (key := rule_key(r)) is not None}
     four_over_six = {key: rules.pop(key) for key, r in tuple(rules.items()) if r.four_over_six}

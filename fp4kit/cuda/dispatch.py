@@ -486,6 +486,7 @@ def unsupported(r: Recipe) -> str | None:
 def _limits(r: Recipe) -> Iterator[tuple[bool, str, str]]:
     """Yield one tuple per limit: whether a recipe exceeds it, the property that exceeds it, and what is needed."""
     e, s = r.element, r.scale
+    yield r.specification_only, "rules of the specification alone", "an array in host memory"
     # Kernels can encode and decode elements whose smallest and largest exponents are at most MAX_EXPONENT.
     fits = -MAX_EXPONENT <= e.emin - e.mantissa_bits and e.emax <= MAX_EXPONENT and e.bias >= 0
     yield not (e.is_integer or fits), f"elements {e} with bias {e.bias}", "values from 2^-100 to 2^100"

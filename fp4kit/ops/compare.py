@@ -340,7 +340,7 @@ def _multiples(*operands: Any) -> list[int]:
     multiples = [1] * len(operands[0].shape)
     for q in operands:
         if isinstance(q, Quantized):
-            multiples[q.axis] = lcm(multiples[q.axis], q.recipe.length_multiple)
+            multiples[q.axis] = lcm(multiples[q.axis], q.recipe.cut_multiple)
     return multiples
 
 
@@ -360,7 +360,7 @@ def on_host(name: str, a: Any) -> Any:
 def _compare_parts(a: Quantized, b: Quantized) -> tuple[Count, Count, Count]:
     """Count the codes, block scales and tensor scales that differ."""
     comparable = a.recipe.element == b.recipe.element and a.recipe.scale == b.recipe.scale and a.axis == b.axis
-    if not comparable or a.recipe.block_size != b.recipe.block_size:
+    if not comparable or a.recipe.block_size != b.recipe.block_size or a.recipe.levels != b.recipe.levels:
         return (0, 0), (0, 0), (0, 0)
     codes = _count(a.packed, b.packed, partial(unpacked, packing=a.recipe.element.packing))
     scales = (0, 0) if a.block_scale is None else _count(a.block_scale, b.block_scale)
@@ -582,7 +582,7 @@ def _parts_by(x: np.ndarray, r: Recipe, axis: int, tensor_amax: Any) -> tuple[tu
     q: Quantized = quantize(x, r, axis=axis, tensor_amax=given)
     codes = np.moveaxis(unpacked(q.packed, r.element.packing), -1, q.axis)
     tensor_scales = None if q.tensor_scale is None else _bits(q.tensor_scale)
-    scales = _Part(q.block_scale, (r.element, r.scale, r.block_size))
+    scales = _Part(q.block_scale, (r.element, r.scale, r.block_size, r.levels))
     decoded = _Part(_bits(dequantize(q, np.float32)))
     return (_Part(codes, r.element), scales, _Part(tensor_scales), decoded), q.bits_per_value
 

@@ -102,7 +102,8 @@ def quantize(
         ValueError: scales are incomplete, have the wrong shape, or are passed together with an amax.
         ValueError: out does not fit the result, or shares memory with another array of the call.
         ValueError: arrays are on several devices.
-        NotImplementedError: there is no CUDA kernel for the call.
+        NotImplementedError: there is no CUDA kernel for the call, or only the specification computes the recipe and the
+            call passes scales or a swizzled layout.
 
     Numerics:
         Ties, overflow, NaN, inf, zeros, -0 and subnormals follow the fields of the recipe (see Recipe).

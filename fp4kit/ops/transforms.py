@@ -128,7 +128,7 @@ def _change_fully(original: Quantized, op: str, layout: ScaleLayout, key: Any) -
     layout.
     """
     layouts.check_layout(op, layout)
-    q = original.imported()
+    q = original.imported(op)
     if q.block_scale is None:
         raise ValueError(f"{op}: {q.recipe.id} has no block scales; needs a recipe with block scales")
     if len(q.shape) < 2 and layout != "linear":

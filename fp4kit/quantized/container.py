@@ -25,7 +25,7 @@ from fp4kit.formats import E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, FLOATS, INT4, INT
 from fp4kit.layouts import check_axis, check_layout, pack, padded_shape
 from fp4kit.lazy import FUNCTIONS
 from fp4kit.recipes import Recipe, recipe_of
-from fp4kit.recipes.schema import tensor_scale_dtype
+from fp4kit.recipes.schema import check_one_level, tensor_scale_dtype
 from fp4kit.types import ScaleLayout
 
 # tensor rules that give a number even for a NaN amax
@@ -39,15 +39,15 @@ def packed_shape(moved_shape: tuple[int, ...], recipe: Recipe) -> tuple[int, ...
 
 
 def scale_shape(moved_shape: tuple[int, ...], recipe: Recipe) -> tuple[int, ...]:
-    """Return the shape (..., K / block columns) of an array's block scales in linear layout."""
+    """Return the shape (..., K / block columns * bytes per block) of an array's block scales in linear layout."""
     *lead, K = moved_shape
-    return (*lead, K // recipe.block_size)
+    return (*lead, K // recipe.block_size * recipe.scale_bytes)
 
 
 def tensor_amax_shape(moved_shape: tuple[int, ...], recipe: Recipe) -> tuple[int, ...]:
     """Return the shape of an array's tensor amaxes, as quantize computes them."""
     *lead, K = moved_shape
-    return {"row": tuple(lead), "block": (*lead, K // recipe.block_size)}.get(recipe.tensor_scaling, ())
+    return {"row": tuple(lead), "block": (*lead, -(-K // recipe.tensor_columns))}.get(recipe.tensor_scaling, ())
 
 
 def fitting_shape(shape: tuple[int, ...], allowed: Iterable[tuple[int, ...]]) -> tuple[int, ...] | None:
@@ -94,14 +94,23 @@ def wanted_parts(shape: tuple[int, ...], axis: int, r: Recipe, layout: str) -> P
             f"Quantized: axis {axis} has length {shape[axis]}; {r.id} needs a multiple of {r.length_multiple}"
         )
     moved = (*shape[:axis], *shape[axis + 1 :], shape[axis])
+    check_scale_layout("Quantized", r, layout)
     if layout != "linear" and len(shape) < 2 and r.scale is not None:
         raise ValueError(
             f"Quantized: scale_layout is {layout!r} of a 1-d array; needs the rows of a matrix, or 'linear'"
         )
     scales = None if r.scale is None else padded_shape(scale_shape(moved, r), layout)
-    tensor_shapes = {"row": (moved[:-1],), "block": (scale_shape(moved, r),), "none": ()}
+    tensor_shapes = {"row": (moved[:-1],), "block": (tensor_amax_shape(moved, r),), "none": ()}
     of_tensor = ((), moved[:1]) if len(moved) > 2 else ((),)
     return PartShapes(axis, packed_shape(moved, r), scales, tensor_shapes.get(r.tensor_scaling, of_tensor))
+
+
+def check_scale_layout(op: str, r: Recipe, layout: str) -> None:
+    """Raise NotImplementedError for swizzled scales of a recipe with several levels of scales."""
+    if r.levels and layout != "linear":
+        raise NotImplementedError(
+            f"{op}: scale_layout is {layout!r}; {r.id} has several levels of scales, for 'linear'"
+        )
 
 
 def check_codes(op: str, name: str, codes: Any, fmt: ElementFormat | None) -> None:
@@ -346,10 +355,12 @@ class Quantized:
         packed: the codes, uint8. (..., K/2) for 4-bit elements: two codes per byte, element 2j in the low nibble. (...,
             K) for wider elements: one code per byte.
         block_scale: the bit patterns of the block scales, uint8 (..., K/block), padded and permuted by scale_layout.
-            Scales of 16x16 blocks are stored once per row. None if the recipe has only float32 scales.
+            Scales of 16x16 blocks are stored once per row. None if the recipe has only float32 scales. A hierarchical
+            recipe with exponent bits (Recipe.levels) has recipe.scale_bytes bytes per block, and only linear scales.
         tensor_scale: the float32 scales by which decoding multiplies. The shape is () for one scale per tensor, (E,)
             for one per expert (x then has three or more dimensions, and E is the first length of x'), x'.shape[:-1] for
-            one per row, and (..., K/block) for one per block. None if the recipe has no tensor scale.
+            one per row, and (..., K/block) for one per block, where a level of float32 scales has blocks of its own,
+            of which the last may be incomplete. None if the recipe has no tensor scale.
         tensor_amax: the amax that tensor_scale was made from, float32, in the shape of tensor_scale. None if it is
             unknown, as in a checkpoint. Decoding does not need it: without it, a rule that reads the amax uses the amax
             that tensor_scale implies (reference/tensor_rules.py).
@@ -481,6 +492,8 @@ class Quantized:
 
         op: the name of the function with which error messages begin.
         """
+        if self.recipe.levels:
+            check_one_level(op, self.recipe)
         if isinstance(self.packed, np.ndarray) or type(self.packed).__module__ == "cupy":
             return self
         present = {name: array for name, array in self.parts().items() if array is not None}

@@ -28,14 +28,15 @@ def box_of(q: Quantized, box: tuple[slice, ...]) -> Quantized:
     # A tensor_scale or tensor_amax of shape () is kept, because it belongs to the whole tensor.
     *lead, last = (*box[: q.axis], *box[q.axis + 1 :], box[q.axis])
     r = q.recipe
-    blocks = slice(last.start // r.block_size, last.stop // r.block_size)
+    scales_at = slice(*(end // r.block_size * r.scale_bytes for end in (last.start, last.stop)))
+    blocks = slice(last.start // r.tensor_columns, -(-last.stop // r.tensor_columns))
     bytes_ = slice(*map(r.element.packing.length, (last.start, last.stop)))
     covered = {"tensor": tuple(lead[:1]), "row": tuple(lead), "block": (*lead, blocks)}
 
     def cut(a: Any) -> Any:  # a 0-d scale covers the whole tensor
         return a if a is None or not a.ndim else a[covered[r.tensor_scaling]]
 
-    scales = None if q.block_scale is None else _scales_of(q, (*lead, blocks))
+    scales = None if q.block_scale is None else _scales_of(q, (*lead, scales_at))
     shape = tuple(part.stop - part.start for part in box)
     packed, scale, amax = q.packed[(*lead, bytes_)], cut(q.tensor_scale), cut(q.tensor_amax)
     return Quantized(packed, scales, scale, amax, shape, q.dtype, q.axis, r, q.scale_layout)
@@ -103,7 +104,7 @@ def _spelled(index: Sequence[Any]) -> str:
 def _multiple(q: Quantized, axis: int) -> int:
     """Return the multiple at which an axis of x may be cut without cutting a block."""
     if axis == q.axis:
-        return q.recipe.length_multiple
+        return q.recipe.cut_multiple
     return q.recipe.block_rows if axis == _row_axis(q) else 1
 
 

@@ -7,6 +7,7 @@ collects the recipes of all modules.
 from fp4kit.recipes.schema import Recipe
 from fp4kit.recipes.table import (
     ALIASES,
+    ALL_RECIPES,
     PRODUCER_ALIASES,
     RECIPES,
     custom_recipe,
@@ -19,6 +20,7 @@ from fp4kit.recipes.table import (
 
 __all__ = [
     "ALIASES",
+    "ALL_RECIPES",
     "PRODUCER_ALIASES",
     "RECIPES",
     "Recipe",

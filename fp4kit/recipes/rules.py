@@ -49,6 +49,8 @@ class BlockRuleTraits(NamedTuple):
         integers: True if the rule also supports integer elements.
         chooses: True if each block chooses between two candidates by the error measure Recipe.four_over_six.
             reference/four_over_six.py quantizes by such a rule, which has no functions for scale and factor.
+        whole: True if the rule computes scales and codes together (reference/ascend.py). Only the specification has
+            such rules: Recipe.specification_only.
     """
 
     scale: str
@@ -64,6 +66,7 @@ class BlockRuleTraits(NamedTuple):
     may_overflow: bool = False
     integers: bool = False
     chooses: bool = False
+    whole: bool = False
 
 
 _POWER = BlockRuleTraits("E8M0", flush=None)
@@ -164,14 +167,23 @@ BLOCK_RULES: dict[str, BlockRuleTraits] = {
     "e8m0_jax_jit": BlockRuleTraits("E8M0", flush=True),
     "e8m0_jax_gpu": BlockRuleTraits("E8M0"),
     "e8m0_jax_gpu_jit": BlockRuleTraits("E8M0"),
+    # Rules of HiFloat4, AMCT and msmodelslim
+    "hif4": BlockRuleTraits("E6M2", one_level=True, whole=True),
+    "hif4_amct": BlockRuleTraits("E6M2", one_level=True, whole=True),
+    "e8m0_msmodelslim": BlockRuleTraits("E8M0", whole=True),
+    "e8m0_msmodelslim_ceil_x": BlockRuleTraits("E8M0", one_level=True, whole=True),
+    "e8m0_msmodelslim_4over6": BlockRuleTraits("E8M0", six=True, one_level=True, whole=True),
+    "e8m0_msmodelslim_fp8": BlockRuleTraits("E8M0", one_level=True, whole=True),
+    "e8m0_msmodelslim_fp8_mse": BlockRuleTraits("E8M0", one_level=True, whole=True),
     # Rules for user-defined formats: the scale is rounded to nearest, up or down
     "amax": BlockRuleTraits(ANY_FORMAT),
     "amax_up": BlockRuleTraits(ANY_FORMAT),
     "amax_down": BlockRuleTraits(ANY_FORMAT),
 }
 
-# {tensor rule: what its tensor scale multiplies}. "E4M3": block scales in E4M3. "float" or "integer": elements of
-# such a format, in recipes without block scales. ANY_FORMAT: block scales of the amax rules, or elements of any format.
+# {tensor rule: what its tensor scale multiplies}. "E4M3", "E8M0": block scales in this format. "float" or "integer":
+# elements of such a format, in recipes without block scales. ANY_FORMAT: block scales of the amax rules, or elements
+# of any format.
 TENSOR_RULES: dict[str, str] = {
     "te": "E4M3",
     "te_reference": "E4M3",
@@ -208,6 +220,7 @@ TENSOR_RULES: dict[str, str] = {
     "nncf_small": "E4M3",
     "fp4_nncf": "float",
     "fp4_nncf_small": "float",
+    "msmodelslim": "E8M0",
     # Rules for user-defined formats: the scale is rounded to float32, or to a number of 16 bits
     "amax": ANY_FORMAT,
     "amax_float16": ANY_FORMAT,
@@ -240,6 +253,7 @@ class DecodeRule(NamedTuple):
         fake: name of the rule to use instead in fake_quantize; "" if this rule is used.
         loader: True if the rule is that of an engine that loads codes and scales of any producer from a checkpoint.
         to_bfloat16: True if values are rounded to bfloat16 before they are rounded to the dtype of the result.
+        levels: True if the rule is for hierarchical recipes (Recipe.levels), which only the specification decodes.
     """
 
     scales: tuple[str | None, ...]
@@ -251,6 +265,7 @@ class DecodeRule(NamedTuple):
     fake: str = ""
     loader: bool = False
     to_bfloat16: bool = False
+    levels: bool = False
 
 
 _POWERS = DecodeRule(("E8M0",))
@@ -296,6 +311,8 @@ DECODE_RULES: dict[str, DecodeRule] = {
     "e8m0_float16": _POWERS,
     "e8m0_nncf": _POWERS,
     "e8m0_float16_0322": DecodeRule(("E8M0",), numbers=True),
+    "hif4": DecodeRule(("E6M2",), levels=True),
+    "e8m0_levels": DecodeRule(("E8M0",), levels=True),
 }
 
 
@@ -339,6 +356,7 @@ class FakeRule(NamedTuple):
         unit: the number of elements that share a correction of their block scales; 1 if there is no such correction. It
             must divide the length of the quantized axis. A rule with a unit above 1 needs Recipe.fake_only.
         stochastic: the value of Recipe.stochastic for a rule that can round stochastically; "" if it cannot.
+        whole: True if only the specification has the rule (reference/ascend.py).
     """
 
     scale: str | None
@@ -347,6 +365,7 @@ class FakeRule(NamedTuple):
     one_level: bool = False
     unit: int = 1
     stochastic: str = ""
+    whole: bool = False
 
 
 _NVFP4, _MX, _INTEGER = FakeRule("E4M3", six=True), FakeRule("E8M0"), FakeRule(None)
@@ -365,4 +384,11 @@ FAKE_RULES: dict[str, FakeRule] = {
     "nvfp4_fp_quant": FakeRule("E4M3", six=True, one_level=True),
     "ms_eden": FakeRule("E4M3", six=True, unit=32, stochastic="ms_eden"),
     "ms_eden_if4": FakeRule("E4M3", six=True, unit=32, stochastic="ms_eden"),
+    "hif4_native": FakeRule("E6M2", whole=True),
+    "hif4_float64": FakeRule("E6M2", whole=True),
+    "nvfp4_hifloat4": FakeRule("E4M3", six=True, one_level=True, whole=True),
+    "nvfp4_hifloat4_native": FakeRule("E4M3", six=True, one_level=True, whole=True),
+    "mx_hifloat4": FakeRule("E8M0", whole=True),
+    "mx_hifloat4_native": FakeRule("E8M0", whole=True),
+    "mx_msmodelslim": FakeRule("E8M0", whole=True),
 }

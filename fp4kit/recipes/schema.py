@@ -46,6 +46,50 @@ def as_versions(id: object, versions: Any) -> Versions | None:
     return Versions(*versions)
 
 
+class Level(NamedTuple):
+    """One level of scales of a hierarchical recipe. Recipe.levels lists the levels, outermost first.
+
+    Attributes:
+        columns: the number of elements along the quantized axis that share a scale of this level.
+        format: "float32": the scales are in tensor_scale. "E8M0" or "E6M2": the format of the block scales, which is
+            Recipe.scale. "exponent1": one bit per scale, which multiplies by 2 if it is set. Such bits are stored in
+            block_scale behind the byte of their block, level by level, the first scale in bit 7 of a byte.
+    """
+
+    columns: int
+    format: str
+
+
+def as_levels(id: object, levels: Any) -> tuple[Level, ...]:
+    """Return the field Recipe.levels in its standard form. Raise TypeError unless it holds pairs (int, str)."""
+    found = tuple(levels) if isinstance(levels, (tuple, list)) else (levels,)
+    for level in found:
+        if not isinstance(level, (tuple, list)) or [type(part) for part in level] != [int, str]:
+            raise TypeError(f"Recipe {id}: levels is {levels!r:.80}; needs pairs (columns, format), outermost first")
+    return tuple(Level(*level) for level in found)
+
+
+# The operations that work for recipes that only the specification computes, on arrays in host memory
+_SPECIFIED = ("recipe", "quantize", "fake_quantize", "dequantize", "Quantized", "from_parts", "compare_recipes")
+# The operations that work for a Quantized with several levels of scales
+_LEVELED = ("dequantize", "Quantized", "equals", "compare", "statistics")
+
+
+def check_engines(op: str, r: Recipe) -> None:
+    """Raise NotImplementedError if only the specification computes r, and `op` needs another engine."""
+    if r.specification_only and op not in _SPECIFIED:
+        what = "is computed by the specification alone"
+        raise NotImplementedError(f"{op}: {r.id} {what}; needs another recipe, or {', '.join(_SPECIFIED[1:4])}")
+
+
+def check_one_level(op: str, r: Recipe) -> None:
+    """Raise NotImplementedError if a Quantized of r has several levels of scales, and `op` does not read them."""
+    name = op.partition(":")[0]
+    if r.levels and name not in _LEVELED:
+        what = f"has {len(r.levels)} levels of scales, which {name} does not read"
+        raise NotImplementedError(f"{op}: {r.id} {what}; dequantize it first, or use a recipe with one level")
+
+
 @dataclass(frozen=True)
 class Recipe:
     """One producer's complete arithmetic for a format: how it computes scales, codes and decoded values.
@@ -112,6 +156,9 @@ class Recipe:
             not passed, the largest magnitude of each block is used.
         narrow: True if integer elements are limited to [-max, max] instead of [-max - 1, max].
         fake_only: True if the producer only fake-quantizes: the recipe gives values, but no codes.
+        levels: the levels of scales of a hierarchical recipe, outermost first; () for all other recipes. block is then
+            that of scale. tensor_rule computes a float32 level, and block_rule all others. A last outer block may be
+            incomplete.
 
     Raises:
         TypeError: if a field has the wrong type.
@@ -151,11 +198,13 @@ class Recipe:
     static: bool = False
     narrow: bool = False
     fake_only: bool = False
+    levels: tuple[Level, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "versions", as_versions(self.id, self.versions))
         object.__setattr__(self, "block", as_block(self.id, self.block))
         object.__setattr__(self, "scale_max", as_integer(self.id, "scale_max", self.scale_max))
+        object.__setattr__(self, "levels", as_levels(self.id, self.levels))
         if self.nan_code is not None:
             object.__setattr__(self, "nan_code", as_integer(self.id, "nan_code", self.nan_code))
         check_recipe(self)
@@ -184,6 +233,28 @@ class Recipe:
     def block_rows(self) -> int:
         """The number of rows that share a block scale; 1 for a recipe without blocks."""
         return self.block[0] if self.block else 1
+
+    @property
+    def scale_bytes(self) -> int:
+        """The number of bytes per block in block_scale: 1, or more for a hierarchical recipe with exponent bits."""
+        bits = [self.block_size // level.columns for level in self.levels if level.format == "exponent1"]
+        return 1 + -(-sum(bits) // 8)
+
+    @property
+    def tensor_columns(self) -> int:
+        """The number of elements along the quantized axis per tensor_scale, if tensor_scaling is "block"."""
+        return self.levels[0].columns if self.levels else self.block_size
+
+    @property
+    def specification_only(self) -> bool:
+        """True if only the specification computes the recipe, on arrays in host memory."""
+        fake = self.fake_rule is not None and rules.FAKE_RULES[self.fake_rule].whole
+        return fake or (self.block_rule is not None and rules.BLOCK_RULES[self.block_rule].whole)
+
+    @property
+    def cut_multiple(self) -> int:
+        """The number of columns at whose multiples an array can be cut: that of the outermost level, or of a block."""
+        return self.levels[0].columns if self.levels else self.length_multiple
 
     @property
     def producer(self) -> str:

@@ -11,9 +11,9 @@ from functools import lru_cache
 from typing import Any, Literal
 
 from fp4kit.arguments import as_word
-from fp4kit.formats import ELEMENT_FORMATS, IF4, MX4, Codebook, ElementFormat
-from fp4kit.recipes import local, nvidia, pytorch, serving, training
-from fp4kit.recipes.schema import Alias, Recipe
+from fp4kit.formats import E6M2, ELEMENT_FORMATS, IF4, MX4, Codebook, ElementFormat
+from fp4kit.recipes import ascend, local, nvidia, pytorch, serving, training
+from fp4kit.recipes.schema import Alias, Recipe, check_engines
 
 _PRODUCERS = (  # within a format, their order is that of recipes()
     *(pytorch.ocp, nvidia.te, nvidia.flashinfer, nvidia.modelopt, pytorch.torchao, pytorch.compressed_tensors),
@@ -21,12 +21,15 @@ _PRODUCERS = (  # within a format, their order is that of recipes()
     *(pytorch.auto_round, training.fouroversix, serving.sglang, serving.deepgemm, training.qwix, local.comfy_kitchen),
     *(pytorch.mslk, serving.aiter, serving.deepseek, training.fp_quant, serving.nunchaku, serving.transformers),
     *(training.jax, training.miles, serving.nncf, serving.onednn, serving.hf_kernels),
+    *(ascend.hifloat4, ascend.amct, ascend.msmodelslim),
 )
-_FORMATS = ("NVFP4", "NVINT4", "IF4", "MXFP4", "MXFP6", "MXFP8", "FP8", "FP4", "INT8", "INT4")
+_FORMATS = "NVFP4 NVINT4 IF4 MXFP4 MXFP6 MXFP8 FP8 FP4 INT8 INT4 HIF4 HIFX3 HIFX5".split()
 _made = [made for define in _PRODUCERS for made in define()]
 _recipes = sorted((r for r in _made if isinstance(r, Recipe)), key=lambda r: _FORMATS.index(r.format_name))
 
-RECIPES: dict[str, Recipe] = {r.id: r for r in _recipes}
+ALL_RECIPES: dict[str, Recipe] = {r.id: r for r in _recipes}
+# the recipes that all engines compute; the others have Recipe.specification_only
+RECIPES: dict[str, Recipe] = {id: r for id, r in ALL_RECIPES.items() if not r.specification_only}
 # {id of the alias: Alias}, for aliases that name a producer whose codes and scales equal another producer's
 PRODUCER_ALIASES: dict[str, Alias] = {alias.id: alias for alias in _made if isinstance(alias, Alias)}
 
@@ -57,12 +60,12 @@ def recipes(of: str | None = None) -> tuple[str, ...]:
     Examples:
         >>> import fp4kit
         >>> len(fp4kit.recipes()), fp4kit.recipes()[0]
-        (238, 'nvfp4-te')
+        (259, 'nvfp4-te')
         >>> fp4kit.recipes("mxfp4-quark")
         ('mxfp4-quark-even', 'mxfp4-quark-floor', 'mxfp4-quark-ceil')
     """
     if of is None:
-        return tuple(RECIPES)
+        return tuple(ALL_RECIPES)
     found = family(as_word("recipes", "of", of))
     if not found:
         needed = "needs a format or a producer, such as 'nvfp4' or 'modelopt'"
@@ -94,17 +97,19 @@ def recipe(id: str | Recipe) -> Recipe:
 def recipe_of(op: str, id: Any) -> Recipe:
     """Return the recipe with an id or alias; a Recipe is returned unchanged. Case matters.
 
-    Raise TypeError if id is neither a str nor a Recipe, and ValueError if no recipe or alias has this id. Every message
-    begins with op, the public function that was called.
+    Raise TypeError if id is neither a str nor a Recipe, ValueError if no recipe or alias has this id, and
+    NotImplementedError if op does not support the recipe. Every message begins with op, the public function.
     """
     if isinstance(id, Recipe):
+        check_engines(op, id)
         return id
     if not isinstance(id, str):
         way_out = "; the array is the first argument and the recipe the second" if hasattr(id, "__dlpack__") else ""
         raise TypeError(f"{op}: recipe is a {type(id).__name__}; needs an id such as 'nvfp4-te' or a Recipe{way_out}")
-    result = RECIPES.get(ALIASES.get(id, id))
+    result = ALL_RECIPES.get(ALIASES.get(id, id))
     if result is None:
         raise ValueError(f"{op}: no recipe is called {id!r}; {_hint(id)}")
+    check_engines(op, result)
     return result
 
 
@@ -119,8 +124,8 @@ _ELSEWHERE = {
 def _hint(id: str) -> str:
     """Return the end of the error message for an unknown id, which suggests what the user may have meant."""
     written = id.strip().lower().replace("_", "-")
-    if written in RECIPES or written in ALIASES:
-        similar = difflib.get_close_matches(written, [*RECIPES, *ALIASES], n=3, cutoff=0.4)
+    if written in ALL_RECIPES or written in ALIASES:
+        similar = difflib.get_close_matches(written, [*ALL_RECIPES, *ALIASES], n=3, cutoff=0.4)
         return _did_you_mean([written, *(name for name in similar if name != written)][:3])
     if written in _ELSEWHERE:
         return _ELSEWHERE[written]
@@ -128,7 +133,7 @@ def _hint(id: str) -> str:
     if members:
         more = f" `fp4kit recipes {written}` lists all {len(members)}" if len(members) > 3 else ""
         return _did_you_mean(sorted(members, key=lambda name: name.count("-"))[:3]) + more
-    nearest = difflib.get_close_matches(written, [*RECIPES, *ALIASES], n=3, cutoff=0.6)
+    nearest = difflib.get_close_matches(written, [*ALL_RECIPES, *ALIASES], n=3, cutoff=0.6)
     return _did_you_mean(nearest) if nearest else "see fp4kit.recipes()"
 
 
@@ -144,7 +149,7 @@ def family(words: str) -> tuple[str, ...]:
     and "_" counts as "-". The ids are in the order of the table. Return () if no id matches.
     """
     wanted = f"-{words.strip().lower().replace('_', '-')}-"
-    return tuple(id for id in RECIPES if wanted in f"-{id}-")
+    return tuple(id for id in ALL_RECIPES if wanted in f"-{id}-")
 
 
 def several(ids: Iterable[str], near: Recipe) -> str:
@@ -159,7 +164,7 @@ def several(ids: Iterable[str], near: Recipe) -> str:
 
 def is_listed(r: Recipe) -> bool:
     """Return whether the table holds a recipe equal to r, so that the id alone identifies it."""
-    return RECIPES.get(r.id) == r
+    return ALL_RECIPES.get(r.id) == r
 
 
 def _reduce(r: Recipe) -> tuple[Any, ...]:
@@ -240,7 +245,7 @@ def custom_recipe(
         raise ValueError(
             f"custom_recipe: scale_rounding is {scale_rounding!r:.60}; needs one of {', '.join(_SUFFIXES)}"
         )
-    if isinstance(id, str) and (id in RECIPES or id in ALIASES):
+    if isinstance(id, str) and (id in ALL_RECIPES or id in ALIASES):
         raise ValueError(f"custom_recipe: id is {id!r}, which is the id of a producer's recipe; needs another one")
     if not isinstance(tensor_scale, bool):
         raise TypeError(f"custom_recipe: tensor_scale is {tensor_scale!r:.60}; needs True or False")
@@ -274,7 +279,7 @@ def _float_scale(scale: Any, scale_rounding: str, tensor_scale: bool) -> dict[st
     return {"scale": None, "block_rule": None, "tensor_scaling": "block", "tensor_rule": rule}
 
 
-_BY_NAME = {fmt.name: fmt for fmt in (*ELEMENT_FORMATS, MX4, IF4)}
+_BY_NAME = {fmt.name: fmt for fmt in (*ELEMENT_FORMATS, E6M2, MX4, IF4)}
 
 
 def as_data(r: Recipe) -> str | dict[str, Any]:

@@ -1808,4 +1808,6 @@ def _rule(name: str, scale: str) -> BlockRule:
     return BlockRule(globals()[f"code_{name}"], globals().get(f"factor_{name}") or _FACTORS[scale])
 
 
-BLOCK_RULES = {name: _rule(name, rule.scale) for name, rule in rules.BLOCK_RULES.items() if not rule.chooses}
+BLOCK_RULES = {
+    name: _rule(name, rule.scale) for name, rule in rules.BLOCK_RULES.items() if not (rule.chooses or rule.whole)
+}

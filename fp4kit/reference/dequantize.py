@@ -15,6 +15,7 @@ from fp4kit.formats import E2M1, E4M3, E8M0, ElementFormat, IntegerOrFloat
 from fp4kit.recipes import Recipe, rules
 from fp4kit.recipes.schema import decoding
 from fp4kit.reference.arith import ONE, Array, Dtype, reciprocal_approx_ftz, reciprocal_or_zero, round_to
+from fp4kit.reference.ascend import hif4_factors
 from fp4kit.reference.codec import decode, encode, show, tiles
 from fp4kit.reference.tensor_rules import TINY_AMAX, TensorScale, full_range, tensor_scale
 
@@ -147,6 +148,10 @@ DECODE_RULES: dict[str, Callable[..., Array]] = {
     # Source: MLX mx.dequantize of float16 on a CPU; fouroversix dequantize, for every dtype
     "e8m0_float16": lambda v, s, t, r: _float16(v, s),
     "e8m0_float16_0322": lambda v, s, t, r: _float16(v, s),
+    # Source: HiFloat4 quant_cy, AMCT hif4_unpack: element, exponent bits and scale, in an exact product
+    "hif4": lambda v, s, t, r: v * hif4_factors(s, r),
+    # Source: msmodelslim W4A4MXDynamicDualScaleFakeQuantLinear
+    "e8m0_levels": lambda v, s, t, r: v * _e8m0(s, np.nan) * t.decode,
 }
 
 
@@ -197,7 +202,8 @@ def dequantize_matrix(packed: Array, scales: Array | None, recipe: Recipe, tenso
     for rows, columns in tiles(out.shape, recipe.block):
         codes = packing.unpack(packed[rows, packing.length(columns.start) : packing.length(columns.stop)])
         blocks = slice(columns.start // recipe.block_size, columns.stop // recipe.block_size)
-        tile_scales = None if scales is None else scales[rows, blocks]
+        count = recipe.scale_bytes
+        tile_scales = None if scales is None else scales[rows, blocks.start * count : blocks.stop * count]
         values = dequantize_tile(codes, tile_scales, recipe, tensor.cut(rows, blocks))
         with np.errstate(all="ignore"):
             out[rows, columns] = show("result", values.astype(out.dtype))

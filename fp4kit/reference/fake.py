@@ -22,6 +22,7 @@ from fp4kit.arithmetic import power_of_two
 from fp4kit.formats import E2M1, E4M3, E8M0, FLT_MAX, IF4_INTEGER_STEP, INT4
 from fp4kit.recipes import Recipe, rules
 from fp4kit.recipes.schema import fake_unit
+from fp4kit.reference import ascend
 from fp4kit.reference.arith import ONE, ZERO, Array, Dtype, divide_full, log2, round_to
 from fp4kit.reference.codec import block_amax, decode, encode, encode_e4m3_scale, encode_e8m0_scale, inverse_e8m0, show
 from fp4kit.reference.tensor_rules import TINY_AMAX
@@ -362,4 +363,6 @@ def _rounded(scales: Array, random: Array | None) -> Array:
     return np.where(random < divide_full(scales - lower, upper - lower), upper, lower)
 
 
-FAKE_RULES: dict[str, Callable[..., Array]] = {name: globals()[name] for name in rules.FAKE_RULES}
+FAKE_RULES: dict[str, Callable[..., Array]] = {
+    name: getattr(ascend, name) if rule.whole else globals()[name] for name, rule in rules.FAKE_RULES.items()
+}

@@ -14,6 +14,7 @@ from fp4kit.formats import E8M0, IntegerOrFloat, Packing, PairedMicroexponents
 from fp4kit.recipes import Recipe, rules
 from fp4kit.recipes.schema import encodes_first
 from fp4kit.reference.arith import Array, Dtype, multiply_ftz, reciprocal_or_zero, round_to
+from fp4kit.reference.ascend import quantize_whole
 from fp4kit.reference.block_rules import BLOCK_RULES
 from fp4kit.reference.codec import (
     TILE_ELEMENTS,
@@ -82,6 +83,9 @@ def tensor_amax(x: Array, recipe: Recipe, hadamard: int | None = None) -> Array:
     """
     M, K = x.shape
     size = recipe.block_size
+    if recipe.levels and recipe.tensor_scaling == "block":
+        starts = np.arange(0, K, recipe.tensor_columns)
+        return np.maximum.reduceat(np.abs(widen(x, hadamard)), starts, axis=1)
     out = np.zeros({"row": (M, 1), "block": (M, K // size)}.get(recipe.tensor_scaling, (1, 1)), np.float32)
     combine = np.maximum if recipe.amax_nan == "propagate" else np.fmax
     for rows, columns in tiles(x.shape, recipe.block):
@@ -111,10 +115,12 @@ def quantize_tile(
     - "divide": x / f is encoded.
     - "compare": the code is chosen whose value * f is nearest to x. With random numbers, x / f is encoded instead.
 
-    There are three exceptions:
+    There are four exceptions:
 
     - A 4over6 recipe tries two scales per block (see quantize_four_over_six).
     - IF4 tries two element formats per block (see quantize_if4).
+    - A rule of reference/ascend.py makes codes and scales together (see quantize_whole). Scales are then the bytes of
+      block_scale, (m, k / block * recipe.scale_bytes).
     - If the recipe has no block scales, None is returned for the scale codes, and f is the tensor scale.
 
     Codes are uint8, one per byte. The scale of a block of several rows is repeated for each row.
@@ -129,6 +135,9 @@ def quantize_tile(
     if recipe.block_rule is None:
         return encode_tile(x, recipe, tensor, dtype, None, random), None
     blocks = x.reshape(m, -1, recipe.block_size)
+    if rules.BLOCK_RULES[recipe.block_rule].whole:
+        codes, scales = quantize_whole(blocks, np.broadcast_to(tensor.decode, blocks.shape[:2]), recipe, dtype)
+        return codes.reshape(m, k), scales
     amax = show("block amax", block_amax(x, recipe) if amax is None else amax)
     if isinstance(random, Noise):
         amax = show("block amax, rounded stochastically", stochastic_amax(amax, random.blocks))
@@ -265,7 +274,7 @@ def quantize_matrix(
         scales: the array for the block scale codes; None if the recipe has no block scales.
         options: the options of this call.
     """
-    tensor, height = tensor_scale(amax, recipe, x.dtype), recipe.block_rows
+    tensor, height, count = tensor_scale(amax, recipe, x.dtype), recipe.block_rows, recipe.scale_bytes
     for tile, rows, blocks, part, random, out in _tiles_of(x, recipe, tensor, packed, options):
         given = options.block_amax
         if given is not None:
@@ -273,7 +282,7 @@ def quantize_matrix(
         codes, tile_scales = quantize_tile(tile, recipe, part, x.dtype, given, random)
         out[...] = recipe.element.packing.pack(codes)
         if scales is not None:
-            scales[rows, blocks] = tile_scales
+            scales[rows, blocks.start * count : blocks.stop * count] = tile_scales
 
 
 @np.errstate(all="ignore")

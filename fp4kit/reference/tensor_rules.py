@@ -49,8 +49,9 @@ class TensorScale(NamedTuple):
 
         The shape is (M, blocks) if every block has its own tensor scale, (M, 1) if every row has, and otherwise (1, 1).
         """
-        per_block = recipe.tensor_scaling == "block"
-        return TensorScale(*(p if per_block and np.ndim(p) == 2 else np.reshape(p, (-1, 1)) for p in self))
+        per_block, count = recipe.tensor_scaling == "block", recipe.tensor_columns // recipe.block_size
+        parts = (p if per_block and np.ndim(p) == 2 else np.reshape(p, (-1, 1)) for p in self)
+        return TensorScale(*(np.repeat(p, count, axis=1) if count > 1 and p.size > 1 else p for p in parts))
 
     def cut(self, rows: slice, blocks: slice) -> TensorScale:
         """Return the part of the scales that belongs to a tile: the rectangle of these rows and blocks.
@@ -594,6 +595,12 @@ tensor_amax_float16_down = _amax_rule(np.float16, -1)
 tensor_amax_bfloat16 = _amax_rule(ml_dtypes.bfloat16)
 tensor_amax_bfloat16_up = _amax_rule(ml_dtypes.bfloat16, 1)
 tensor_amax_bfloat16_down = _amax_rule(ml_dtypes.bfloat16, -1)
+
+
+def tensor_msmodelslim(amax: Array, recipe: Recipe, dtype: Dtype) -> Pair:
+    """Return the outer scales (encode, decode) of msmodelslim's dual-level MXFP4: decode = amax / 6. It divides."""
+    decode_scale = amax / recipe.element.max
+    return ONE / decode_scale, decode_scale
 
 
 TENSOR_RULES: dict[str, Callable[[Array, Recipe, Dtype], Pair]] = {

@@ -7,6 +7,7 @@ import pytest
 
 import fp4kit
 from fp4kit import Contract
+from fp4kit.recipes import RECIPES
 from fp4kit.storage.files import CheckpointError
 
 FULL = Contract(
@@ -38,7 +39,7 @@ def test_a_contract_comes_back_from_json(tmp_path):
 
 
 def test_every_recipe_comes_back_with_its_facts():
-    for id in fp4kit.recipes():
+    for id in RECIPES:
         data = json.loads(json.dumps(Contract(id).as_data()))
         assert Contract.from_data(data).weights == fp4kit.recipe(id)
         data["weights"]["facts"]["block"] = [3, 3]

@@ -23,7 +23,7 @@ from fp4kit.evidence.testing import assert_same_bits
 from fp4kit.formats import BNB_FP4, E2M1, E3M2, E4M3, E8M0, INT4, INT8, NF4, Codebook, ElementFormat, bit_patterns
 from fp4kit.recipes import ALIASES, PRODUCER_ALIASES, RECIPES, Recipe, recipe, rules
 from fp4kit.recipes.schema import Versions, as_stored, fields_of, of_format, searching
-from fp4kit.recipes.table import as_data, from_data, from_spec, to_spec
+from fp4kit.recipes.table import ALL_RECIPES, as_data, from_data, from_spec, to_spec
 from fp4kit.reference.block_rules import BLOCK_RULES
 from fp4kit.reference.dequantize import DECODE_RULES
 from fp4kit.reference.fake import FAKE_RULES
@@ -45,7 +45,7 @@ FORMATS = {
 
 
 def test_ids():
-    assert fp4kit.recipes() == tuple(RECIPES)
+    assert fp4kit.recipes() == tuple(ALL_RECIPES) and {*ALL_RECIPES} > {*RECIPES}
     assert [r.id for r in RECIPES.values()] == list(RECIPES)
     plain = {replace(r, id="any", source="", exact="", versions=None) for r in RECIPES.values()}
     assert len(plain) == len(RECIPES)  # no two names share one rule
@@ -61,7 +61,7 @@ def test_a_row_sets_the_fields_that_it_names():
 
 
 def test_every_rule_is_used_or_decodes_recorded_arrays():
-    used = {name for r in RECIPES.values() for name in (r.block_rule, r.tensor_rule, r.fake_rule, r.decode_rule)}
+    used = {name for r in ALL_RECIPES.values() for name in (r.block_rule, r.tensor_rule, r.fake_rule, r.decode_rule)}
     narrow = [rule for name, rule in rules.DECODE_RULES.items() if name in used]
     used |= {name for rule in narrow for name in (rule.float16, rule.bfloat16)}
     own = {name for name in {*BLOCK_RULES, *TENSOR_RULES} if name.startswith("amax")}  # for formats of one's own

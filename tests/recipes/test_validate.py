@@ -19,7 +19,7 @@ import fp4kit
 from fp4kit.arithmetic import ROUNDINGS
 from fp4kit.cuda import compiler
 from fp4kit.formats import E2M1, E3M2, E4M3, E5M2, E8M0, IF4, INT4, INT8, BlockFormat, ElementFormat
-from fp4kit.recipes import RECIPES, Recipe, rules
+from fp4kit.recipes import RECIPES, Recipe, recipe, rules
 from fp4kit.reference import block_rules, codec, dequantize, fake, tensor_rules
 
 V, T = ValueError, TypeError
@@ -199,13 +199,25 @@ WRONG = [  # (recipe, the replaced fields, the error, its text after "Recipe <id
     ("if4-fouroversix", {"fake_rule": "nvfp4_modelopt_cuda"}, V, "element is IF4; this rule needs E2M1"),
     ("if4-fouroversix", {"tensor_scaling": "none"}, V, "needs 'tensor' or 'row'"),
     ("if4-fouroversix", {"nan_code": 16}, V, "nan_code is 16; needs a code of IF4, 0 to 15"),
+    ("hif4-amct", {"levels": ()}, V, "levels is (); needs the levels of scales"),
+    ("hif4-amct", {"levels": (64, "E6M2")}, T, "needs pairs (columns, format), outermost first"),
+    ("hif4-amct", {"levels": ((64, "E6M2"),)}, V, "needs E6M2, then exponent1"),
+    ("hif4-amct", {"levels": ((64, "E6M2"), (12, "exponent1"))}, V, "in columns that divide those of the level above"),
+    ("hif4-amct", {"rounding": "rz"}, V, "rounding is 'rz'; has no effect with block_rule 'hif4_amct'"),
+    ("hif4-amct", {"element": E2M1}, V, "element is E2M1; block_rule 'hif4_amct' needs one exponent bit"),
+    ("hif4-amct", {"decode_rule": "product"}, V, "needs a rule for levels, such as 'hif4'"),
+    ("mxfp4-ocp", {"levels": ((512, "float32"), (32, "E8M0"))}, V, "needs E8M0, in columns"),
+    ("mxfp4-ocp", {"fake_rule": "mx_msmodelslim"}, V, "needs a block_rule of msmodelslim"),
+    ("mxfp4-msmodelslim", {"element": E3M0}, V, "element is E3M0; block_rule 'e8m0_msmodelslim' needs E2M1"),
+    ("mxfp4-msmodelslim", {"block": (2, 32)}, V, "needs one row, and a multiple of 8 columns"),
+    ("mxfp4-msmodelslim-dual", {"levels": ((48, "float32"), (32, "E8M0"))}, V, "in columns that divide"),
 ]
 
 
 @together("name, changes, kind, text", WRONG)
 def test_invalid_recipes_are_rejected(name, changes, kind, text):
     with pytest.raises(kind, match=re.escape(text)) as caught:
-        replace(RECIPES[name], **changes)
+        replace(recipe(name), **changes)
     assert str(caught.value).startswith("Recipe" if "id" in changes else f"Recipe {name}: ")
 
 
@@ -289,7 +301,7 @@ def test_names_of_rules_are_those_of_the_specification():
     A misspelled function would raise no error; another rule would be used for its name.
     """
     codes, factors = named(block_rules, "code_"), named(block_rules, "factor_")
-    assert codes == {name for name, rule in rules.BLOCK_RULES.items() if not rule.chooses}
+    assert codes == {name for name, rule in rules.BLOCK_RULES.items() if not (rule.chooses or rule.whole)}
     assert factors < codes
     assert named(tensor_rules, "tensor_") - {"scale"} == {*rules.TENSOR_RULES}
     assert {*dequantize.DECODE_RULES} == {*rules.DECODE_RULES}
@@ -301,10 +313,12 @@ def test_names_of_rules_are_those_of_the_kernels():
     text = "\n".join(path.read_text() for path in compiler.files(compiler.SOURCES).values())
     structs = set(re.findall(r"^struct (\w+)", text, re.MULTILINE))
     parts = {kind: set(re.findall(rf"^struct {kind}_(\w+) ", text, re.MULTILINE)) for kind in ("block", "tensor")}
-    assert parts == {"block": {*block_rules.BLOCK_RULES, "none"}, "tensor": {*rules.TENSOR_RULES, "none"}}
-    assert {f"fake_{name}" for name, rule in rules.FAKE_RULES.items() if rule.unit == 1} <= structs
-    assert {f"decode_{name}" for name in rules.DECODE_RULES} <= structs
-    for name, rule in rules.DECODE_RULES.items():
+    compiled = {*rules.TENSOR_RULES, "none"} - {"msmodelslim"}
+    assert parts == {"block": {*block_rules.BLOCK_RULES, "none"}, "tensor": compiled}
+    assert {f"fake_{name}" for name, rule in rules.FAKE_RULES.items() if rule.unit == 1 and not rule.whole} <= structs
+    compiled = {name: rule for name, rule in rules.DECODE_RULES.items() if not rule.levels}
+    assert {f"decode_{name}" for name in compiled} <= structs
+    for name, rule in compiled.items():
         (struct,) = re.findall(rf"^struct decode_{name}\b.*?^}};", text, re.MULTILINE | re.DOTALL)
         assert ("kNeedsAmax = true" in struct) == rule.needs_amax
 

@@ -282,7 +282,8 @@ class Container:
         if self.kind == "fp8":
             size = recipe.block == self.block
         parts = recipe.element, recipe.scale, recipe.tensor_scaling
-        return not recipe.fake_only and parts == (self.element, self.scale, scaling) and size
+        is_refused = recipe.fake_only or recipe.specification_only
+        return not is_refused and parts == (self.element, self.scale, scaling) and size
 
     def same_codes(self, other: Container) -> bool:
         """Return whether a layer can move to the container ``other`` with the same codes and block scales."""

@@ -312,6 +312,8 @@ def _tensor_arrays(case: RecordedCase) -> Iterator[Compared]:
         yield case.compared("global_scale", ours.reshape(-1), scale.reshape(-1))
     if (token := case.part("token_scale")) is not None:
         yield case.compared("token_scale", case.q.tensor_scale, token)
+    if (outer := case.part("dual_scale")) is not None:
+        yield case.compared("dual_scale", case.q.tensor_scale, outer.reshape(case.q.tensor_scale.shape))
     if block is not None and not given:
         yield case.compared("block_amax", case.engine.call(op_amax, case.x, case.recipe), block)
 

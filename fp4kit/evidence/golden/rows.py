@@ -376,10 +376,29 @@ def _hf_kernels() -> Iterator[GoldenRow]:
     yield GoldenRow("nvfp4-hf-kernels-reference", "hf_nvfp4_gemm", "nvfp4_reference")  # compares global_scale
 
 
+def _ascend() -> Iterator[GoldenRow]:
+    names = {name: name for name in ("mxfp4", "hifx3", "hifx5")}
+    names |= {"hif4": "hifx4", "nvfp4": "nvf4", "mxfp8": "mxfp8e4m3"}
+    for name, variant in names.items():
+        yield _fake(f"{name}-hifloat4", "hif4", variant)
+        yield _fake(f"{name}-hifloat4-native", "hif4", f"{variant}_native")
+    yield _fake("hif4-hifloat4-numpy", "hif4", "hifx4_numpy", widen=True)
+    yield GoldenRow("hif4-amct", "amct", "hif4", decoded=True)
+    yield _fake("hif4-amct", "amct", "hif4_fake")
+    for name, suffix in (("", ""), ("-ceil-x", "_ceil_x"), ("-4over6", "_4over6")):
+        yield GoldenRow(f"mxfp4-msmodelslim{name}", "msmodelslim", f"mxfp4{suffix}")
+        yield _fake(f"mxfp4-msmodelslim{name}", "msmodelslim", f"mxfp4{suffix}")
+    yield GoldenRow("mxfp8-msmodelslim", "msmodelslim", "mxfp8")
+    yield _fake("mxfp8-msmodelslim", "msmodelslim", "mxfp8")
+    yield GoldenRow("mxfp8-msmodelslim-mse", "msmodelslim", "mxfp8_mse_round")
+    yield GoldenRow("mxfp4-msmodelslim-dual", "msmodelslim", "mxfp4_dualscale")
+    yield GoldenRow("mxfp4-msmodelslim-dual-64", "msmodelslim", "mxfp4_dualscale64")
+
+
 PRODUCERS = (
     *(_te_rows, _flashinfer_rows, _modelopt_rows, _torchao_rows, _other_rows, _gguf_rows, _mlx_rows),
     *(_vllm, _triton_kernels, _quark, _auto_round, _fouroversix, _comfy_kitchen, _mslk, _others),
-    *(_jax, _miles, _nncf, _onednn, _hf_kernels),
+    *(_jax, _miles, _nncf, _onednn, _hf_kernels, _ascend),
 )
 ROWS = tuple(row for rows in PRODUCERS for row in rows())
 

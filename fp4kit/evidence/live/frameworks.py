@@ -285,7 +285,7 @@ def _torchao_calls() -> Iterator[tuple[str, ProducerCall]]:
         for mode in ("floor", "rceil", "ceil", "even"):
             decode = partial(_torchao_decode_mx, element=element)
             functions[id.format(mode)] = partial(_torchao_mx, element=element, mode=mode), decode
-    dtypes, ids = ("float32", "bfloat16"), fp4kit.recipes()
+    dtypes, ids = ("float32", "bfloat16"), fp4kit.recipes("torchao")
     for id, (function, decode) in functions.items():
         call = ProducerCall(function, dtypes, exempt=(NAN_SCALE,), decode=decode, decodes=dtypes)
         has_older = f"{id}-018" in ids

@@ -1,0 +1,134 @@
+"""Test recipes that only the specification computes: HiF4, dual-level MXFP4, and others of producers for Ascend."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import replace
+from fractions import Fraction
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+import fp4kit
+from fp4kit.checkpoint.containers.configs import WRITTEN
+from fp4kit.cuda.dispatch import check_formats
+from fp4kit.evidence.golden.check import check_recipe
+from fp4kit.formats import E6M2
+from fp4kit.recipes.table import ALL_RECIPES, from_spec, to_spec
+
+OURS = [id for id, r in ALL_RECIPES.items() if r.specification_only]
+LEVELED = ["hif4-amct", "hifx5-hifloat4", "mxfp4-msmodelslim-dual"]
+X = np.random.default_rng(52).normal(size=(6, 1088)).astype(np.float32)
+
+
+@pytest.mark.parametrize("id", OURS)
+def test_recorded_arrays_are_equal(id, golden):
+    result = check_recipe(id, golden)
+    assert result.compared and not result.differences
+
+
+def bf16(x):
+    return float(np.float32(x).astype(ml_dtypes.bfloat16))
+
+
+def stated_hif4(block, narrow):
+    """Return (codes, scale byte, bits per 8, bits per 4) of 64 finite floats, from the text of the format."""
+    groups = [max(map(abs, block[i : i + 4])) for i in range(0, 64, 4)]
+    s = min(max(bf16(np.float32(max(groups)) * np.float32(bf16(1 / 7))), 2.0**-48), 49152.0)
+    byte = min(range(255), key=lambda c: (abs(Fraction(s) - (4 + c % 4) * Fraction(2) ** (c // 4 - 50)), c % 2))
+    i = bf16(np.float32(1) / np.float32((4 + byte % 4) * 2.0 ** (byte // 4 - 50)))
+    eights = [max(groups[j : j + 2]) * i >= 4 for j in range(0, 16, 2)]
+    fours = [g * i / 2 ** eights[j // 2] >= 2 for j, g in enumerate(groups)]
+    codes = []
+    for j, x in enumerate(block):
+        y = float(np.float32(abs(x) * i / 2 ** (eights[j // 8] + fours[j // 4])))
+        y = bf16(y) if narrow else y
+        codes.append(min(int(np.float32(4 * y) + np.float32(0.5)), 7) + 8 * (x < 0))
+    return codes, byte, eights, fours
+
+
+@pytest.mark.parametrize(("id", "narrow"), [("hif4-amct", True), ("hif4-hifloat4", False)])
+def test_hif4_as_its_format_says(id, narrow):
+    x = np.random.default_rng(4).normal(size=(60, 64)) * 2.0 ** np.random.default_rng(5).integers(-60, 20, (60, 1))
+    x[0], x[1, :8], x[2] = 0, [-0.0, 7, -7, 1.75, 0.125, -0.125, 0.375, 3.5], np.ldexp(np.arange(64), -4)
+    x = x.astype(np.float32)
+    q = fp4kit.quantize(x, id)
+    for row, codes, scales in zip(x.tolist(), fp4kit.unpack(q.packed), q.block_scale, strict=True):
+        wanted, byte, eights, fours = stated_hif4(row, narrow)
+        assert codes.tolist() == wanted and scales.tolist() == [byte, *np.packbits(eights), *np.packbits(fours)]
+        powers = 2.0 ** (np.repeat(eights, 8).astype(int) + np.repeat(fours, 4))
+        values = (1 - 2.0 * (codes > 7)) * (codes % 8) / 4 * powers * E6M2.values[byte]
+        assert np.array_equal(fp4kit.dequantize(fp4kit.quantize(x, id))[x.tolist().index(row)], values)
+
+
+def test_the_bytes_of_amct_come_back():
+    q = fp4kit.quantize(X, "hif4-amct")
+    assert q.packed.shape == (6, 544) and q.block_scale.shape == (6, 68) and q.bits_per_value == 4.5
+    assert fp4kit.Quantized.from_parts(q.packed, q.block_scale, recipe="hif4-amct", dtype="float32").equals(q)
+    bad = X.copy()
+    bad[1, 70], bad[2, 3] = np.inf, np.nan
+    q = fp4kit.quantize(bad, "hif4-amct")
+    assert np.isnan(q.dequantize()).sum() == 128 and (q.block_scale[:, ::4] == 255).sum() == 2
+
+
+def test_dual_level_mxfp4_with_an_incomplete_outer_block():
+    q = fp4kit.quantize(X, "mxfp4-msmodelslim-dual")
+    outer = np.stack([np.abs(X[:, i : i + 512]).max(1) for i in (0, 512, 1024)], 1) / np.float32(6)
+    assert np.array_equal(q.tensor_scale, outer) and q.block_scale.shape == (6, 34)
+    y = X / np.repeat(outer, 512, 1)[:, :1088]
+    inner = fp4kit.quantize(y, "mxfp4-msmodelslim")
+    assert np.array_equal(q.packed, inner.packed) and np.array_equal(q.block_scale, inner.block_scale)
+    assert np.array_equal(q.dequantize(), inner.dequantize() * np.repeat(outer, 512, 1)[:, :1088])
+
+
+@pytest.mark.parametrize("id", LEVELED)
+def test_what_works_with_several_levels(id, tmp_path):
+    r, x = fp4kit.recipe(id), X[:, :1024]
+    q = fp4kit.quantize(x, r)
+    values = fp4kit.fake_quantize(x, r)
+    assert np.array_equal(q.dequantize(), values) and from_spec(to_spec(replace(r, id="own"))) == replace(r, id="own")
+    assert np.array_equal(fp4kit.quantize(x.T.copy(), r, axis=0).dequantize().T, values)
+    assert np.array_equal(fp4kit.fake_quantize(x.reshape(2, 3, 1024), r).reshape(6, 1024), values)
+    assert np.array_equal(q[2:5, 512:].dequantize(), values[2:5, 512:])
+    assert fp4kit.quantize(x, r, out=fp4kit.quantize(-x, r)).equals(q)
+    assert pickle.loads(pickle.dumps(q)).equals(q) and q.to("numpy").equals(q)
+    assert fp4kit.quantize_grouped([x, x], r)[1].equals(q) and fp4kit.compare(q, values).max_error == 0
+    fp4kit.save(tmp_path / "q.safetensors", {"w": q})
+    assert fp4kit.load(tmp_path / "q.safetensors")["w"].equals(q)
+    assert all(level.format in str(r) for level in r.levels) and "zero blocks   0%" in str(q)
+
+
+REFUSED = {
+    "matmul": lambda q: fp4kit.matmul(q, q),
+    "transpose": fp4kit.transpose,
+    "swizzle": lambda q: fp4kit.swizzle(q, "swizzled_128x4"),
+    "requantize": lambda q: fp4kit.requantize(q, "mxfp4"),
+    "identify": lambda q: fp4kit.identify(q, X),
+    "amax": lambda q: fp4kit.amax(X, q.recipe),
+    "Contract": lambda q: fp4kit.Contract(weights=q.recipe),
+    "quantize": lambda q: fp4kit.quantize(X, q.recipe, block_scale=q.block_scale, tensor_scale=q.tensor_scale),
+    "quantize: scale_layout": lambda q: fp4kit.quantize(X, q.recipe, scale_layout="swizzled_128x4"),
+    "Quantized: scale_layout": lambda q: replace(q, scale_layout="swizzled_128x4"),
+}
+
+
+@pytest.mark.parametrize("id", LEVELED)
+@pytest.mark.parametrize("op", REFUSED)
+def test_other_operations_refuse_by_name(op, id):
+    with pytest.raises(NotImplementedError, match=rf"{op}.*{id}"):
+        REFUSED[op](fp4kit.quantize(X, id))
+
+
+@pytest.mark.parametrize("id", OURS)
+def test_no_gpu_and_no_checkpoint_takes_them(id):
+    with pytest.raises(NotImplementedError, match=f"{id} has rules of the specification alone"):
+        check_formats(ALL_RECIPES[id])
+    assert not any(container.stores(ALL_RECIPES[id]) for container in WRITTEN)
+
+
+def test_e6m2_rounds_to_nearest():
+    x = np.exp2(np.random.default_rng(6).uniform(-50, 17, 2000))
+    errors = np.abs(E6M2.values[:255].astype(np.float64) - x[:, None])
+    assert np.array_equal(np.take_along_axis(errors, E6M2.encode(x)[:, None].astype(int), 1)[:, 0], errors.min(1))
+    assert E6M2.encode([0, -1, np.nan, np.inf, 2.0**-48]).tolist() == [0, 255, 255, 254, 0]
