@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 # Count -> (limit; goal). A limit goes down, and up only by what a new capability needs.
 LIMITS: dict[str, tuple[float, float]] = {
     "code lines of the package": (64500, 52000),
-    "Python modules": (200, 200),
+    "Python modules": (202, 200),
     "Python modules in one folder": (15, 15),
     "import lines": (3500, 3300),
     "texts per code line": (0.36, 0.38),
