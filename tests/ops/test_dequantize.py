@@ -46,7 +46,11 @@ def test_values_are_code_times_scales(name, x):
         scales = scale_values(q).astype(np.float64)
         if name == "mxfp8-comfy-kitchen":  # scale code 0 stands for 0
             scales[q.block_scale == 0] = 0
-        exact *= np.repeat(scales, r.block_size, axis=1)
+        if r.decode_rule == "e8m0_nncf":  # scales from 2^16 on are infinite in float16
+            with np.errstate(over="ignore"):
+                scales = scales.astype(np.float16).astype(np.float64)
+        with np.errstate(invalid="ignore"):
+            exact *= np.repeat(scales, r.block_size, axis=1)
     ours = fp4kit.dequantize(q)
     if q.tensor_scale is None:
         assert same_values(ours, exact.astype(np.float32))  # one product, exact or rounded once
