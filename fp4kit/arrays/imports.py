@@ -266,6 +266,11 @@ def making_current(device: int) -> AbstractContextManager[Any]:
     return _NOTHING if cuda.runtime.getDevice() == device else cuda.Device(device)
 
 
+def module_of(a: Any) -> Any:
+    """Return the module whose functions take the array `a`: numpy for a NumPy array, cupy for a CuPy array."""
+    return np if isinstance(a, np.ndarray) else sys.modules["cupy"]
+
+
 def import_arrays(op: str, **named: Any) -> tuple[Any, ...]:
     """Return arrays of any library as CuPy arrays if they are on a GPU, otherwise as NumPy arrays."""
     if _one_cupy_device(named.values()):

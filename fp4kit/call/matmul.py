@@ -14,9 +14,18 @@ import ml_dtypes
 import numpy as np
 
 from fp4kit import formats
-from fp4kit.arrays.imports import check_one_device, cupy, import_arrays, import_to_host, is_array, making_current
+from fp4kit.arrays.imports import (
+    check_one_device,
+    cupy,
+    import_arrays,
+    import_to_host,
+    is_array,
+    making_current,
+    module_of,
+)
 from fp4kit.arrays.returns import library_of, numpy_dtype
 from fp4kit.formats import E8M0, FLOATS, MXFP4, MXFP8_E4M3, NVFP4, BlockFormat, ElementFormat
+from fp4kit.layouts import pack
 from fp4kit.quantized.container import Quantized
 from fp4kit.quantized.sparse import Sparse
 from fp4kit.recipes import Recipe
@@ -182,7 +191,7 @@ def multiply_integers(call: MatmulCall, out: Any) -> None:
 
     Sums of float64 are exact: |product| <= 2^16, and K is less than 2^36.
     """
-    library, step = _library(call.a.codes), call.step
+    library, step = module_of(call.a.codes), call.step
     assert isinstance(step, IntegerAdd)
     a, b = (x.codes.view(x.element).astype(np.float64) for x in (call.a, call.b))
     total = library.zeros(call.shape, np.int64) if call.c is None else call.c.astype(np.int64)
@@ -299,11 +308,8 @@ def _product(op: str, a: Operand, b: Operand, u: Unit, out_dtype: Any, alpha: An
         u = replace(u, promote=CHAIN)
     if of_integers and alpha is not None:
         raise TypeError(f"{op}: alpha is {alpha!r:.60}; needs None for products of integers")
-    if a.is_sparse and isinstance(step, DotAdd):
-        _check_finite(op, b)
-        step = replace(step, k=2 * step.k)
-        if u.promote is not None and u.promote % step.k:
-            raise ValueError(f"{op}: {u.id} has promote {u.promote}; a sparse product needs a multiple of {step.k}")
+    if a.is_sparse and step is not None:
+        step = _sparse_step(op, a, b, u, step)
     if u.fp8_as and a.element in _FP8:
         chain = _FP8_CHAIN * (1 + a.is_sparse)
         a, b = _as_float16(a, chain), _as_float16(b, chain)
@@ -324,7 +330,7 @@ def _product(op: str, a: Operand, b: Operand, u: Unit, out_dtype: Any, alpha: An
             raise TypeError(
                 f"{op}: alpha is {alpha!r:.60}; needs a number, a tuple of two arrays, or None for the tensor scales"
             ) from None
-        a, b = a._replace(factor=_library(a.codes).full(a.codes.shape[:-1], number)), b._replace(factor=None)
+        a, b = a._replace(factor=module_of(a.codes).full(a.codes.shape[:-1], number)), b._replace(factor=None)
     in_turn = not (a.is_square or b.is_square) if has_chains else in_turn
     return MatmulCall(a, b, None, u, step, dtype, None, not isinstance(a.codes, np.ndarray), in_turn)
 
@@ -352,18 +358,32 @@ def _with_factors(op: str, a: Operand, b: Operand, alpha: tuple[Any, ...]) -> li
         if factor.shape not in ((), rows[-1:], rows):
             raise ValueError(f"{op}: alpha[{i}] has shape {factor.shape}; needs {rows[-1:]}, the rows of {x.name}")
         check_one_device(op, **{x.name: x.codes, f"alpha[{i}]": factor})
-        found.append(x._replace(factor=_library(x.codes).broadcast_to(factor, rows)))
+        found.append(x._replace(factor=module_of(x.codes).broadcast_to(factor, rows)))
     return found
 
 
 _FP8_CHAIN = 32  # the elements of K of an FP8 instruction
 
 
-def _check_finite(op: str, b: Operand) -> None:
-    """Raise ValueError if b has infinities or NaN, because elements that a sparse operand drops must not meet them."""
-    library, finite = _library(b.codes), np.isfinite(decoding_of(b.element).values)
-    if not bool(library.asarray(finite)[b.codes].all()):
+def _sparse_step(
+    op: str, a: Operand, b: Operand, u: Unit, step: DotAdd | FloorDotAdd | IntegerAdd
+) -> DotAdd | IntegerAdd:
+    """Return the step of a sparse instruction, which has twice the elements along K, for a Sparse a.
+
+    Raise ValueError if it is not known, if it does not divide a chain, or if b has infinities or NaN, because elements
+    that a drops must not meet them.
+    """
+    if isinstance(step, FloorDotAdd):
+        raise ValueError(f"{op}: {a.name} is a Sparse; the sparse instructions of {u.id} are not known")
+    doubled = replace(step, k=2 * step.k)
+    if isinstance(doubled, IntegerAdd):
+        return doubled
+    if u.promote is not None and u.promote % doubled.k:
+        raise ValueError(f"{op}: {u.id} has promote {u.promote}; a sparse product needs a multiple of {doubled.k}")
+    finite = np.isfinite(decoding_of(b.element).values)
+    if not finite.all() and not bool(module_of(b.codes).asarray(finite)[b.codes].all()):
         raise ValueError(f"{op}: {b.name} has infinities or NaN; a product with a Sparse needs finite numbers")
+    return doubled
 
 
 def _as_float16(x: Operand, chain: int) -> Operand:
@@ -371,7 +391,7 @@ def _as_float16(x: Operand, chain: int) -> Operand:
 
     K is padded with zeros to whole instructions, which have `chain` elements: 32, or 64 if A is sparse.
     """
-    library = _library(x.codes)
+    library = module_of(x.codes)
     table = library.asarray(decoding_of(x.element).values.astype(np.float16).view(np.uint16))
     *lead, k = x.codes.shape
     count = -(-k // chain)
@@ -396,11 +416,6 @@ def _check_engine(op: str, u: Unit, a: Operand, b: Operand, alpha: Any) -> None:
             f"{op}: {b.name} has a tensor scale, which mx.quantized_matmul does not take; pass alpha, a number by which"
             " the sums are multiplied, such as 1"
         )
-
-
-def _library(a: Any) -> Any:
-    """Return the module whose functions take the array `a`: numpy for a NumPy array, cupy for a CuPy array."""
-    return np if isinstance(a, np.ndarray) else sys.modules["cupy"]
 
 
 def first_sums(
@@ -449,15 +464,15 @@ def operand(op: str, name: str, x: Any, u: Unit) -> Operand:
     (x,) = import_arrays(op, **{name: x})
     if x.ndim < 2:
         raise ValueError(f"{op}: {name} is {x.ndim}-d; needs (..., rows, K)")
-    codes, k = _library(x).ascontiguousarray(x).view(f"u{x.dtype.itemsize}"), x.shape[-1]
+    codes, k = module_of(x).ascontiguousarray(x).view(f"u{x.dtype.itemsize}"), x.shape[-1]
     element = "float32" if kind == "float32" and u.order else _ARRAY_ELEMENTS[kind]
     if element == "tf32":
-        codes = codes & _library(x).uint32(_TF32_BITS)
+        codes = codes & module_of(x).uint32(_TF32_BITS)
     if kind[:6] in ("float6", "float4"):
         codes = codes & (63 if kind[5] == "6" else 15)  # ml_dtypes lets the other bits of a byte be anything
     if element == "E2M1":
-        codes = _library(x).pad(codes, [(0, 0)] * (x.ndim - 1) + [(0, k % 2)])
-        codes = codes[..., ::2] | codes[..., 1::2] << 4
+        codes = module_of(x).pad(codes, [(0, 0)] * (x.ndim - 1) + [(0, k % 2)])
+        codes = pack(codes)
     return Operand(codes, element, None, None, 1, None, k, name)
 
 
@@ -481,14 +496,14 @@ def quantized_operand(op: str, name: str, q: Quantized) -> Operand:
     r = q.recipe
     has_chains, is_square = _check_multiplied(op, name, r), r.block_rows > 1
     *lead, rows, k = q.moved_shape
-    contiguous, factor = _library(q.packed).ascontiguousarray, q.tensor_scale
+    contiguous, factor = module_of(q.packed).ascontiguousarray, q.tensor_scale
     scales = None if q.block_scale is None else contiguous(q.block_scale)
     if has_chains:
         chains = contiguous(factor.reshape(*lead, rows, -1))
         return Operand(contiguous(q.packed), r.element.name, None, None, CHAIN, None, k, name, chains, is_square)
     if factor is not None:
         missing = len(lead) + 1 - factor.ndim
-        factor = _library(factor).broadcast_to(factor.reshape(*factor.shape, *[1] * missing), (*lead, rows))
+        factor = module_of(factor).broadcast_to(factor.reshape(*factor.shape, *[1] * missing), (*lead, rows))
     block = r.block_size if r.scale else 1
     return Operand(contiguous(q.packed), r.element.name, scales, r.scale, block, factor, k, name)
 

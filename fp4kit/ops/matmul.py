@@ -114,9 +114,9 @@ def matmul(
 
     Numerics:
         - K is padded with zeros to a whole number of steps. A step is one instruction; see DotAdd.
-        - FP8 with float32 scales per 128 elements, per row for a: each 128 elements are a chain from zero, and a fused
-          multiply-add adds it: c = fma(sum * scale_a, scale_b, c), or c = fma(sum, scale_a * scale_b, c) if 128 rows
-          of b share a scale. So cuBLASLt does on Hopper, and DeepGEMM by its source.
+        - FP8 with float32 scales per 128 elements: each 128 elements are a chain from zero, and a fused multiply-add
+          adds it: c = fma(sum * scale_a, scale_b, c), or c = fma(sum, scale_a * scale_b, c) if 128 rows of a or of b
+          share a scale. So cuBLASLt does on Hopper, and DeepGEMM by its source.
         - int8 and uint8: exact sums, which wrap around, or saturate after each step (IntegerAdd).
         - alpha: the tensor scales are multiplied in float32; the sum times their product is rounded to float32, then to
           out_dtype, to nearest even.

@@ -8,13 +8,10 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from fp4kit.arrays.imports import cupy, import_arrays
+from fp4kit.arrays.imports import import_arrays, module_of
+from fp4kit.layouts import pack, unpack
 
 _DTYPES = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8", "uint8")
-
-
-def _library(x: Any) -> Any:
-    return np if isinstance(x, np.ndarray) else cupy()
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,8 +71,7 @@ class Sparse:
 
     def _positions(self) -> tuple[Any, Any]:
         """Return the positions of the first and of the second element of each group, (M, K / 4)."""
-        halves = _library(self.metadata).stack([self.metadata & 15, self.metadata >> 4], -1)
-        nibbles = halves.reshape(len(self.metadata), -1)
+        nibbles = unpack(self.metadata)
         return nibbles & 3, nibbles >> 2
 
     @classmethod
@@ -95,7 +91,7 @@ class Sparse:
         (x,) = (x,) if isinstance(x, np.ndarray) else import_arrays("Sparse.compress", x=x)
         if x.ndim != 2 or x.shape[1] % 8:
             raise ValueError(f"Sparse.compress: x has shape {x.shape}; needs (M, K) with K a multiple of 8")
-        library = _library(x)
+        library = module_of(x)
         groups = library.ascontiguousarray(x).view(f"u{x.dtype.itemsize}").reshape(len(x), -1, 4)
         is_zero = (groups if "int" in kind else groups & ((1 << 8 * x.dtype.itemsize - 1) - 1)) == 0
         if bool((excess := (~is_zero).sum(-1) > 2).any()):
@@ -108,11 +104,11 @@ class Sparse:
         kept = library.sort(kept, -1)
         values = library.take_along_axis(groups, kept, -1).reshape(len(x), -1).view(x.dtype)
         nibbles = (kept[..., 0] | kept[..., 1] << 2).astype(np.uint8)
-        return cls(values, nibbles[:, ::2] | nibbles[:, 1::2] << 4)
+        return cls(values, pack(nibbles))
 
     def expand(self) -> Any:
         """Return the whole matrix (M, K), with zeros where nothing is kept."""
-        library = _library(self.values)
+        library = module_of(self.values)
         bits = self.values.view(f"u{self.values.dtype.itemsize}")
         x = library.zeros((len(bits), bits.shape[1] // 2, 4), bits.dtype)
         for place, value in zip(self._positions(), (bits[:, ::2], bits[:, 1::2]), strict=True):
@@ -132,9 +128,8 @@ class Sparse:
         values, metadata = (x if isinstance(x, np.ndarray) else x.get() for x in (self.values, self.metadata))
         places, count = _places("Sparse.to_cusparselt", self.shape, values.itemsize)
         nibbles = np.full(count, 14, np.uint8)  # 14: positions 2 and 3
-        nibbles[places] = np.stack([metadata & 15, metadata >> 4], -1).reshape(places.shape)
-        packed = nibbles[::2] | nibbles[1::2] << 4
-        return np.concatenate([np.ascontiguousarray(values).view(np.uint8).ravel(), packed])
+        nibbles[places] = unpack(metadata)
+        return np.concatenate([np.ascontiguousarray(values).view(np.uint8).ravel(), pack(nibbles)])
 
     @classmethod
     def from_cusparselt(cls, buffer: np.ndarray, shape: tuple[int, int], dtype: Any) -> Sparse:
@@ -156,10 +151,9 @@ class Sparse:
         size, flat = shape[0] * shape[1] // 2 * kind.itemsize, buffer.ravel()
         if flat.size < size + count // 2:
             raise ValueError(f"Sparse.from_cusparselt: buffer has {flat.size} bytes; needs {size + count // 2}")
-        packed = flat[size : size + count // 2]
-        nibbles = np.stack([packed & 15, packed >> 4], -1).ravel()[places]
+        nibbles = unpack(flat[size : size + count // 2])[places]
         values = flat[:size].view(kind).reshape(shape[0], shape[1] // 2)
-        return cls(values, nibbles[:, ::2] | nibbles[:, 1::2] << 4)
+        return cls(values, pack(nibbles))
 
 
 def _places(op: str, shape: tuple[int, int], size: int) -> tuple[np.ndarray, int]:

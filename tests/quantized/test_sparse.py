@@ -114,6 +114,11 @@ BAD = [
     (lambda: Sparse.from_cusparselt(np.zeros(9, np.uint8), (2, 128), "float16"), ValueError, "9 bytes; needs 1280"),
     (lambda: Sparse.from_cusparselt(b"", (2, 128), "float16"), TypeError, "buffer must be a NumPy array"),
     (lambda: fp4kit.matmul(HALF, np.full((1, 64), np.inf, np.float16)), ValueError, "b has infinities or NaN"),
+    (
+        lambda: fp4kit.matmul(HALF, HALF.expand(), unit="cdna3"),
+        ValueError,
+        "instructions of cdna3 are not known",
+    ),
     (lambda: fp4kit.matmul(HALF, HALF), TypeError, "b is a Sparse; needs it as a"),
     (lambda: fp4kit.matmul(HALF, HALF.expand(), unit="exact"), TypeError, "a is a Sparse; exact needs"),
 ]
@@ -123,6 +128,23 @@ BAD = [
 def test_errors(call, kind, text) -> None:
     with pytest.raises(kind, match=text):
         call()
+
+
+def test_integers_saturate_after_every_sparse_step() -> None:
+    """A step has 64 elements along K: the first adds 32 ones, and takes them away again."""
+    a, b = np.zeros((1, 64), np.int8), np.ones((1, 64), np.int8)
+    a.reshape(-1, 4)[:, :2], b[0, 32:] = 1, -1
+    unit = replace(fp4kit.unit("sm90"), int8=fp4kit.IntegerAdd(saturate=True))
+    c = np.int32([[2**31 - 1]])
+    for way in (nullcontext(), fp4kit.specification()):
+        with way:
+            assert fp4kit.matmul(Sparse.compress(a), b, unit=unit, c=c)[0, 0] == 2**31 - 1
+
+
+def test_beside_a_format_without_infinities() -> None:
+    a = drawn(np.random.default_rng(5), (3, 64), F8)
+    b = np.random.default_rng(6).integers(0, 16, (5, 64), np.uint8).view(ml_dtypes.float4_e2m1fn)
+    assert np.array_equal(fp4kit.matmul(Sparse.compress(a), b), a.astype(np.float32) @ b.astype(np.float32).T)
 
 
 def test_a_chain_must_hold_whole_sparse_steps() -> None:

@@ -429,15 +429,10 @@ def guarded(a: Any, step: int = 1) -> Guarded:
         parts = {name: guarded(getattr(a, name), step) for name in PARTS if getattr(a, name) is not None}
         buffers = [buffer for part in parts.values() for buffer in part.buffers]
         return Guarded(replace(a, **{name: part.value for name, part in parts.items()}), buffers)
-    whole = _module(a).full((a.size * step * a.dtype.itemsize + 2 * MARGIN,), FILLER, np.uint8)
+    whole = imports.module_of(a).full((a.size * step * a.dtype.itemsize + 2 * MARGIN,), FILLER, np.uint8)
     inside = _inside(whole, a.shape, step, a.dtype)
     inside[...] = a
     return Guarded(inside, [(whole, a.shape, step, a.dtype)])
-
-
-def _module(a: Any) -> Any:
-    """Return the library of an array: numpy or cupy."""
-    return np if isinstance(a, np.ndarray) else imports.cupy()
 
 
 def _inside(whole: Any, shape: tuple[int, ...], step: int, dtype: np.dtype) -> Any:
@@ -449,7 +444,7 @@ def touched(g: Guarded) -> int:
     """Return the number of guard bytes of an output that have changed since guarded() made it."""
     total = 0
     for whole, shape, step, dtype in g.buffers:
-        now, before = whole.copy(), _module(whole).full(whole.shape, FILLER, np.uint8)
+        now, before = whole.copy(), imports.module_of(whole).full(whole.shape, FILLER, np.uint8)
         for guards in (now, before):
             _inside(guards, shape, step, dtype)[...] = 0
         total += int((now != before).sum())
@@ -495,6 +490,6 @@ def _one_per_byte(a: Any, per_byte: int) -> Any:
     flat = a.reshape(-1).copy()
     if per_byte == 1:
         return flat
-    codes = _module(a).empty((2 * flat.size,), np.uint8)
+    codes = imports.module_of(a).empty((2 * flat.size,), np.uint8)
     codes[0::2], codes[1::2] = flat & 0xF, flat >> 4
     return codes
