@@ -52,7 +52,7 @@ class _Way(NamedTuple):
 
 @cache
 def disassembler() -> str:
-    """Return the path of nvdisasm, which CUDA and the wheel nvidia-cuda-nvdisasm contain; "" if there is none."""
+    """Return the path of nvdisasm, which CUDA and the wheel nvidia-cuda-nvdisasm contain, or "" without it."""
     return shutil.which("nvdisasm") or ""
 
 
