@@ -1,4 +1,4 @@
-"""Ensure IEEE 754 arithmetic on the host, and round numbers to the codes of a format.
+"""Ensure IEEE 754 arithmetic on the host, split numbers into terms, and round them to the codes of a format.
 
 A processor computes float32 and float64 as IEEE 754 says unless the mode of its thread was changed. The decorator
 `ieee` restores the default mode during a call. The rounding functions share one formula for both dtypes.
@@ -191,6 +191,29 @@ def codes_of(a: np.ndarray, emin: int, mantissa_bits: int, rounding: Rounding) -
     exponent: np.ndarray = np.maximum(exponent_field(a) - bias, bits(emin))
     rounded = rounding(a * power_of_two(mantissa_bits - exponent, a.dtype))
     return (exponent - emin << mantissa_bits) + rounded.astype(bits)
+
+
+class Terms(NamedTuple):
+    """Numbers as pairs: value = significand * 2^exponent.
+
+    Attributes:
+        significand: float64, exact.
+        exponent: int32, in a shape that broadcasts with that of significand.
+    """
+
+    significand: np.ndarray
+    exponent: np.ndarray
+
+
+def as_terms(values: np.ndarray, least: int) -> Terms:
+    """Return numbers as Terms (value = significand * 2^exponent) with 1 <= |significand| < 2, in the shape of values.
+
+    Numbers with a magnitude below 2^least, zero included, get the exponent `least` and a smaller significand. The
+    significand of infinity is infinite, and the significand of NaN is NaN.
+    """
+    _, exponent = np.frexp(values)
+    exponent = np.where(values == 0, least, np.maximum(exponent - 1, least)).astype(np.int32)
+    return Terms(np.ldexp(values.astype(np.float64), -exponent), exponent)
 
 
 # ---- one number, rounded once, to any format ----

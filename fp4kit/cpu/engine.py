@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fp4kit.arithmetic import as_terms
 from fp4kit.call.matmul import (
     ADDERS,
     Addition,
@@ -39,7 +40,6 @@ from fp4kit.reference import quantize as partial_specification
 from fp4kit.reference import search as specification
 from fp4kit.reference.arith import moved_by, reciprocal_approx_ftz
 from fp4kit.reference.codec import stack
-from fp4kit.reference.matmul import as_terms
 from fp4kit.reference.matmul import low_rank_product as low_rank_product_of_specification
 from fp4kit.reference.stochastic import hadamard_factor
 from fp4kit.reference.tensor_rules import tensor_scale

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fp4kit import layouts
-from fp4kit.arithmetic import ieee
+from fp4kit.arithmetic import as_terms, ieee
 from fp4kit.call.inputs import reshape_clip_amax
 from fp4kit.call.matmul import MatmulCall, Operand, decoding_of, scale_decoding_of
 from fp4kit.call.parse import (
@@ -58,7 +58,7 @@ from fp4kit.reference.dequantize import (
     with_encoded_blocks,
 )
 from fp4kit.reference.fake import FAKE_RULES, clip_gradient
-from fp4kit.reference.matmul import Factor, as_terms, integer_sums, rounded, scaled, sums
+from fp4kit.reference.matmul import Factor, integer_sums, rounded, scaled, sums
 from fp4kit.reference.search import chosen_amaxes, search_amaxes, search_e4m3, search_powers, searched
 from fp4kit.reference.tensor_rules import TensorScale, encoding_scale, stored_tensor_scale, tensor_scale
 from fp4kit.types import ScaleLayout

@@ -16,23 +16,12 @@ from typing import NamedTuple
 import ml_dtypes
 import numpy as np
 
+from fp4kit.arithmetic import Terms, as_terms
 from fp4kit.reference.arith import ONE, ZERO, Array, Dtype, fma, round_to
 from fp4kit.units import DotAdd, FloorDotAdd, IntegerAdd, Unit
 
 LEAST_EXPONENT = -126  # the exponent of the smallest normal float32
 NAN = np.uint32(0x7FFFFFFF).view(np.float32)  # the NaN that a matrix unit returns
-
-
-class Terms(NamedTuple):
-    """Numbers as pairs: value = significand * 2^exponent.
-
-    Attributes:
-        significand: float64, exact.
-        exponent: int32, in a shape that broadcasts with that of significand.
-    """
-
-    significand: Array
-    exponent: Array
 
 
 class Factor(NamedTuple):
@@ -56,17 +45,6 @@ class Factor(NamedTuple):
         """Return the exact products of elements and their block scales, as a float64 array of shape (rows, K)."""
         values = np.ldexp(*self.elements)
         return values if self.scales is None else values * np.ldexp(*self.scales).repeat(self.block, axis=-1)
-
-
-def as_terms(values: Array, least: int) -> Terms:
-    """Return numbers as Terms (value = significand * 2^exponent) with 1 <= |significand| < 2, in the shape of values.
-
-    Numbers with a magnitude below 2^least, zero included, get the exponent `least` and a smaller significand. The
-    significand of infinity is infinite, and the significand of NaN is NaN.
-    """
-    _, exponent = np.frexp(values)
-    exponent = np.where(values == 0, least, np.maximum(exponent - 1, least)).astype(np.int32)
-    return Terms(np.ldexp(values.astype(np.float64), -exponent), exponent)
 
 
 # ---- one step of a matrix unit ----
