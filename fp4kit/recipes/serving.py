@@ -36,7 +36,7 @@ def vllm() -> Made:
         "nvfp4-vllm-kv",
         "tensor_rule=divided block_rule=vllm_kv decode_rule=flashinfer_kv",
         source="vLLM 0cd789b csrc/libtorch_stable/nvfp4_kv_cache_kernels.cu, without 4over6",
-        exact="the KV cache kernel, except for blocks of only NaN; derived from its source code, not recorded. The "
+        exact="the KV cache kernel, except for blocks of only NaN. The "
         "tensor scale is the checkpoint's k_scale or v_scale. Decodes as FlashInfer's nvfp4_kv_dequantize",
         versions=("0cd789b", "0cd789b"),
     )
@@ -47,8 +47,7 @@ def vllm() -> Made:
         "tensor_rule=vllm decode_rule=product",
         source=_VLLM_ACTIVATIONS,
         exact="activations under compressed-tensors' input_global_scale, which is 2688 * (1 / tensor_amax) in float32 "
-        "and divides on decode. Not equal for a tensor_amax below 1e-8 and for blocks of only NaN. Derived from the "
-        "source code, not recorded",
+        "and divides on decode. Not equal for a tensor_amax below 1e-8 and for blocks of only NaN",
         versions=None,  # that of vLLM
     )
     yield of_format(
@@ -57,7 +56,7 @@ def vllm() -> Made:
         "tensor_rule=vllm block_rule=flashinfer amax_nan=lanes flush=True",
         source="vLLM 0136201 layers/quantization/online/nvfp4.py _quantize_moe_weight_to_nvfp4",
         exact="the weights of one expert by --quantization nvfp4_per_token, without 4over6, with the approximate "
-        "reciprocals of sm_90; derived from its source code, not recorded. Activations: nvfp4-vllm-token",
+        "reciprocals of sm_90. Activations: nvfp4-vllm-token",
         versions=("0136201", "0136201"),
     )
     mxfp4 = of_format(
@@ -90,8 +89,7 @@ def vllm() -> Made:
         "nvfp4-vllm-token",
         "nvfp4-flashinfer-token",
         source="vLLM 0136201 layers/quantization/online/nvfp4.py, which calls FlashInfer",
-        exact="gives the activations of vLLM --quantization nvfp4_per_token; derived from its source code, not "
-        "recorded",
+        exact="gives the activations of vLLM --quantization nvfp4_per_token",
     )
 
 
@@ -106,7 +104,7 @@ def sglang() -> Made:
         "quantization_cute_dsl_utils.py _nvfp4_4over6_quant_from_values",
         exact="codes and block scales of one expert by --quantization nvfp4_online, whose w1 and w3 share an amax: "
         "4over6 with scales up to 448, squared errors and err_use_fast_math. weight_scale_2 is tensor_scale. Not equal "
-        "for tensors with inf or NaN. Derived from the source code, not recorded. Activations: "
+        "for tensors with inf or NaN. Activations: "
         "nvfp4-sglang-token",
     )
     yield of_format(
@@ -115,8 +113,8 @@ def sglang() -> Made:
         "tensor_rule=sglang_online block_rule=flashinfer_precise amax_nan=lanes flush=True",
         source="SGLang a022252 layers/quantization/nvfp4_online.py _quantize_weight_nvfp4",
         exact="weights of one expert by --quantization nvfp4_online, without 4over6, whose w1 and w3 share an amax. "
-        "Not equal for tensors with inf or NaN, and for blocks whose scale underflows to 0. Derived from the source "
-        "code, not recorded. Since 0.5.23, nvfp4-sglang-online",
+        "Not equal for tensors with inf or NaN, and for blocks whose scale underflows to 0. Since "
+        "0.5.23, nvfp4-sglang-online",
         versions=("a022252", "a022252"),
     )
     util = of_format(
@@ -138,7 +136,7 @@ def sglang() -> Made:
         "nvfp4-sglang-token",
         "nvfp4-flashinfer-token",
         source="SGLang a022252 layers/quantization/nvfp4_online.py, which calls FlashInfer",
-        exact="gives the activations of SGLang --quantization nvfp4_online; derived from its source code, not recorded",
+        exact="gives the activations of SGLang --quantization nvfp4_online",
     )
 
 
@@ -170,7 +168,8 @@ def triton_kernels() -> Made:
         "rounding=rn",
         source="triton_kernels main 018a674 (3.8) mxfp.py downcast_to_mxfp",
         versions=("018a674", "018a674"),
-        exact="derived from the source code, not recorded. The source code rounds ties to even since this commit",
+        exact="the PyTorch reference with ROUND_UP, except for the signs of infinities. Ties round to even since "
+        "this commit",
     )
     for fmt, suffix in ((MXFP8_E4M3, ""), (MXFP8_E5M2, "-e5m2")):
         up = variant(up, f"mxfp8-triton-kernels{suffix}", "rounding=rn", element=fmt.element, exact=_TRITON_KERNELS_UP)
@@ -211,12 +210,11 @@ def deepgemm() -> Made:
         source=f"{_DEEPGEMM_SOURCE} per_block_cast_to_fp8",
         exact="codes and scales of per_block_cast_to_fp8 without UE8M0 on a CPU; its scales are every 128th row of "
         "tensor_scale. On a GPU, where PyTorch multiplies by float32(1 / 448) instead of dividing by 448, use "
-        "tensor_rule='fp8_deepseek'. An amax below 1e-4 is replaced by 1e-4. Derived from the source code, not "
-        "recorded",
+        "tensor_rule='fp8_deepseek'. An amax below 1e-4 is replaced by 1e-4",
     )
 
 
-_DEEPSEEK_READ = "except for blocks with infinities or NaN; derived from its source code, not recorded"
+_DEEPSEEK_READ = "except for blocks with infinities or NaN"
 
 
 @producer("deepseek", "DeepSeek-V4", "V4")
@@ -308,7 +306,7 @@ def nunchaku() -> Made:
         source="Nunchaku 3fbb6c1 src/kernels/zgemm/gemm_w4a4.cuh quantize_w4a4_fp4_from_fpsum_warp",
         exact="codes and scales of bfloat16 and float16 activations, before they are ordered for the tensor cores; "
         "except for blocks of only NaN. Elements are multiplied by the reciprocal of the scale before it is rounded "
-        "to E4M3, so zeros of a zero block become 6. Derived from its source code, not recorded",
+        "to E4M3, so zeros of a zero block become 6",
     )
 
 
@@ -399,8 +397,8 @@ def hf_kernels() -> Made:
         "nvfp4-hf-kernels",
         "tensor_rule=hf_kernels block_rule=flashinfer amax_nan=lanes flush=True",
         source=f"{source}, cvt_warp_fp16_to_fp4 of vLLM, as transformers 5.24 NVFP4Config calls it",
-        exact="weights and activations, with the approximate reciprocals of sm_90; derived from its source code, not "
-        "recorded. global_scale is the reciprocal of tensor_scale before rounding, and divides on decode",
+        exact="weights and activations, with the approximate reciprocals of sm_90. global_scale "
+        "is the reciprocal of tensor_scale before rounding, and divides on decode",
     )
     yield of_format(
         NVFP4,

@@ -453,3 +453,21 @@ def test_all_engines_search_by_the_rule_of_the_producer(specified):
     else:
         q = fp4kit.quantize(x, r)
     assert np.array_equal(q.packed, expected.packed) and np.array_equal(q.block_scale, expected.block_scale)
+
+
+def test_evidence():
+    """A recipe says whether it was compared with recordings or a live producer. A variant of it was compared with
+    nothing."""
+    r = RECIPES["mxfp4-triton-kernels"]
+    assert r.evidence == {"recorded": ("triton_kernels", "producers_h200"), "live": ("triton_kernels in vllm",)}
+    assert "evidence     recorded (triton_kernels, producers_h200), live (triton_kernels in vllm)" in str(r)
+    assert replace(r, rounding="rz").evidence == {} and "evidence" not in str(replace(r, rounding="rz"))
+    derived = RECIPES["nvfp4-nunchaku"]
+    assert derived.evidence == {} and "derived from the producer's source code" in str(derived)
+    column = RECIPE_COLUMNS.index("evidence")
+    assert [row[column] for row in recipe_rows([r.id, derived.id])] == ["recorded, live", "derived"]
+
+
+def test_no_text_repeats_the_evidence():
+    """Recipe.evidence is computed, so that a text beside it could become wrong."""
+    assert [id for id, r in ALL_RECIPES.items() if re.search("not recorded|erived from", r.exact)] == []

@@ -107,7 +107,9 @@ class RecordedCase:
 
     def part(self, part: str) -> np.ndarray | None:
         """Return the recorded array named ``part``, or None if it was not recorded."""
-        places = [(f"{self.row.file.removesuffix('_fake')}_h200", self.key(part)), (self.row.file, self.key(part))]
+        places = [(self.row.file, self.key(part))]
+        if not self.row.on_cpu:
+            places.insert(0, (f"{self.row.file.removesuffix('_fake')}_h200", self.key(part)))
         if self.row.on_gpu:
             places.insert(0, ("producers_h200", f"{self.name}/{self.row.on_gpu}/{part}"))
         for file, key in places:
@@ -310,10 +312,9 @@ def _tensor_arrays(case: RecordedCase) -> Iterator[Compared]:
         both = tensor_scale(own, case.recipe, case.x.dtype)
         ours = both.decode if case.row.file in _DECODE_SCALES else both.encode
         yield case.compared("global_scale", ours.reshape(-1), scale.reshape(-1))
-    if (token := case.part("token_scale")) is not None:
-        yield case.compared("token_scale", case.q.tensor_scale, token)
-    if (outer := case.part("dual_scale")) is not None:
-        yield case.compared("dual_scale", case.q.tensor_scale, outer.reshape(case.q.tensor_scale.shape))
+    for part in ("token_scale", "dual_scale", "tensor_scale"):
+        if (found := case.part(part)) is not None:
+            yield case.compared(part, case.q.tensor_scale, found.reshape(case.q.tensor_scale.shape))
     if block is not None and not given:
         yield case.compared("block_amax", case.engine.call(op_amax, case.x, case.recipe), block)
 

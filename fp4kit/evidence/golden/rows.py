@@ -34,6 +34,7 @@ class GoldenRow:
             compared.
         min_amax: the smallest global_amax that the producer records; smaller amaxes of fp4kit are raised to it.
         on_gpu: the variant in the file producers_h200 with the arrays that differ on a GPU, or "" if no array differs.
+        on_cpu: True if the arrays of a CPU are compared, even if the file <file>_h200 has those of a GPU.
         values: names of the recorded arrays that are compared if ``fake`` is True.
         min_scale: the smallest scale byte that the producer records; smaller scales of fp4kit are raised to it.
         searched: how search_scales chooses the block amaxes: "by error", or "by hessian" with the file's Hessian. If
@@ -60,6 +61,7 @@ class GoldenRow:
     raw: str = ""
     min_amax: float = 0.0
     on_gpu: str = ""
+    on_cpu: bool = False
     values: tuple[str, ...] = ("output", "dequant")
     min_scale: int = 0
     searched: str = ""
@@ -94,7 +96,8 @@ def _te_rows() -> Iterator[GoldenRow]:
         for scale_max in (448, 256):
             name, variant = f"nvfp4-te-4over6-{error}-{scale_max}", f"4over6_{error}_{scale_max}"
             yield GoldenRow(name, "te", f"nvfp4_1d_{variant}")
-            yield GoldenRow(f"{name}-2d", "te", f"nvfp4_2d_{variant}")
+            if variant in ("4over6_mae_256", "4over6_mse_448"):  # producers_cpu has the others
+                yield GoldenRow(f"{name}-2d", "te", f"nvfp4_2d_{variant}")
             yield GoldenRow(
                 f"nvfp4-flashinfer-4over6-{error}-{scale_max}", "flashinfer", f"nvfp4_4over6_{scale_max}_{error}"
             )
@@ -150,6 +153,9 @@ def _modelopt_rows() -> Iterator[GoldenRow]:
     for name, variant in fakes.items():
         yield _fake(name, "modelopt_fake", f"fake_{variant}", given_amaxes="tensor", skip="cpu_only_rows")
         yield _fake(name, "modelopt_fake", f"fake_{variant}_clip", given_amaxes="tensor")
+    for suffix in ("", "_clip"):
+        variant = f"fake_fp8_axis0{suffix}"
+        yield _fake("fp8-modelopt-channel-cpu", "modelopt_fake", variant, given_amaxes="tensor", on_cpu=True)
     for name, variant in (("nvfp4-modelopt-fake", "nvfp4"), ("nvfp4-modelopt-fake-cuda", "nvfp4_cuda")):
         yield _fake(name, "modelopt_fake", f"fake_{variant}", given_amaxes="tensor")
     yield _fake("nvfp4-modelopt-static-fake", "modelopt_fake", "fake_nvfp4_static", given_amaxes="static")
@@ -343,6 +349,17 @@ def _others() -> Iterator[GoldenRow]:
     yield _fake("mxfp4-fp-quant-quest", "fp_quant", "mxfp4_quest")
 
 
+def _producers_cpu() -> Iterator[GoldenRow]:
+    """Yield the rows of the file that tools/record_producers.py makes, whose variants are ids of recipes."""
+    te = ("nvfp4-te-4over6-mae-448-2d", "nvfp4-te-4over6-mse-256-2d")
+    for id in (*te, "fp8-transformers-block", "fp8-deepgemm-block"):
+        yield GoldenRow(id, "producers_cpu", id)
+    yield GoldenRow("mxfp4-triton-kernels-main", "producers_cpu", "mxfp4-triton-kernels-main", skip="nan_element")
+    yield _fake("nvfp4-compressed-tensors-static", "producers_cpu", "nvfp4-compressed-tensors-static")
+    for strategy in ("", "-token", "-group"):
+        yield _fake(id := f"fp8-compressed-tensors{strategy}", "producers_cpu", id)
+
+
 def _jax() -> Iterator[GoldenRow]:
     for file, place in (("jax", ""), ("jax_gpu", "-gpu")):
         yield GoldenRow(f"nvfp4-jax{place}", file, "nvfp4_single")
@@ -398,21 +415,7 @@ def _ascend() -> Iterator[GoldenRow]:
 PRODUCERS = (
     *(_te_rows, _flashinfer_rows, _modelopt_rows, _torchao_rows, _other_rows, _gguf_rows, _mlx_rows),
     *(_vllm, _triton_kernels, _quark, _auto_round, _fouroversix, _comfy_kitchen, _mslk, _others),
-    *(_jax, _miles, _nncf, _onednn, _hf_kernels, _ascend),
+    *(_jax, _miles, _nncf, _onednn, _hf_kernels, _ascend, _producers_cpu),
 )
 ROWS = tuple(row for rows in PRODUCERS for row in rows())
-
-# No recorded array tests these recipes. Other recipes, or tests with numbers worked out by hand, test their parts.
-UNRECORDED = (
-    *("nvfp4-te-4over6-mae-448-2d", "nvfp4-te-4over6-mse-256-2d", "int8-modelopt-narrow", "int4-qat"),
-    *("mxfp8-mlx-metal-0321", "mxfp4-triton-kernels-main"),
-    *("nvfp4-vllm-kv", "nvfp4-flashinfer-kv", "nvfp4-flashinfer-kv-page"),
-    *("nvfp4-flashinfer-static", "nvfp4-flashinfer-token", "nvfp4-flashinfer-token-precise"),
-    *("nvfp4-vllm-static-divisor", "nvfp4-vllm-online", "nvfp4-sglang-online", "mxfp4-deepseek-v4"),
-    *("nvfp4-sglang-online-a022252", "nvfp4-hf-kernels"),
-    *("nvfp4-deepseek-v4", "fp8-deepseek-v4", "mxfp8-deepseek-v4", "nvfp4-nunchaku"),
-    # compared in tests/recipes/test_engines.py
-    *("nvfp4-compressed-tensors-static", "fp8-compressed-tensors", "fp8-compressed-tensors-token"),
-    *("fp8-compressed-tensors-group", "fp8-modelopt-channel-cpu"),
-    *("fp8-deepgemm-block", "fp8-transformers-block"),  # compared in tests/reference/test_block_rules.py
-)
+COMPARED = frozenset(row.recipe for row in ROWS)  # ids of the recipes that are compared with recorded arrays

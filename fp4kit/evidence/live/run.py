@@ -25,9 +25,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import fp4kit
+from fp4kit.evidence.golden.rows import ROWS
 from fp4kit.evidence.live.adapter import PARTS, Adapter, Parts, ProducerCall
 from fp4kit.evidence.live.draw import draw, draw_stored, shrink
 from fp4kit.formats import bit_patterns
+from fp4kit.recipes.table import is_listed
 from fp4kit.reference.codec import decode
 
 SHRINK_SECONDS = 5.0  # the most seconds for shrinking one difference
@@ -257,6 +259,15 @@ def adapters() -> tuple[Adapter, ...]:
 
     names = vars(frameworks) | vars(toolkits)
     return tuple(names[name] for name in sorted(names) if isinstance(names[name], Adapter))
+
+
+def evidence_of(r: fp4kit.Recipe) -> dict[str, tuple[str, ...]]:
+    """Return Recipe.evidence: the files of recorded outputs, and the producers that adapters run."""
+    if not is_listed(r):
+        return {}
+    recorded = dict.fromkeys(row.file for row in ROWS if row.recipe == r.id)
+    live = dict.fromkeys(adapter.title or adapter.name for adapter in adapters() if r.id in adapter.calls)
+    return {kind: tuple(names) for kind, names in (("recorded", recorded), ("live", live)) if names}
 
 
 class NotRun(Exception):

@@ -277,6 +277,14 @@ def _modelopt_decode(q: fp4kit.Quantized, kind: str) -> np.ndarray:
     return to_numpy(t.dequantize(dtype, **given)).reshape(q.shape)
 
 
+def _modelopt_fake_fp8(x: np.ndarray) -> Parts:
+    """Fake-quantize x to FP8 with one amax per row, as Model-Optimizer does on a CPU."""
+    from modelopt.torch.quantization.tensor_quant import scaled_e4m3
+
+    t = to_torch(x)
+    return {"fake": to_numpy(scaled_e4m3(t, t.abs().amax(dim=1, keepdim=True), None, 4, 3))}
+
+
 MODELOPT_LEFT_OUT = {
     "needs a calibrated quantizer of a model": ("nvfp4-modelopt-static", "nvfp4-modelopt-static-4over6"),
     "its sweep is a kernel of Model-Optimizer, which needs a GPU": ("nvfp4-modelopt-mse",),
@@ -299,7 +307,8 @@ MODELOPT = Adapter(
             decode=partial(_modelopt_decode, kind=f"{format.upper()}QTensor"),
         )
         for format in ("nvfp4", "mxfp4", "mxfp8")
-    },
+    }
+    | {"fp8-modelopt-channel-cpu": ProducerCall(_modelopt_fake_fp8)},
     left_out=MODELOPT_LEFT_OUT,
 )
 
