@@ -177,7 +177,7 @@ def _error_lines(error: SampledError) -> Iterator[str]:
     of = of if error.is_whole or count != error.total else f"sampled rows of {of}"
     noise = 100 * 10 ** (-error.median / 20)
     yield (
-        f"SQNR: median {error.median:.1f} dB over {of}, which is an error of {noise:.1f}% of the weights; worst"
+        f"SQNR: median {error.median:.1f} dB over {of}, a relative rms error of {noise:.1f}%; worst"
         f" {db:.1f} dB, {shown(worst)}"
     )
     if error.outliers:

@@ -123,7 +123,7 @@ def test_convert_ends_with_a_summary(tmp_path: Path, run: Run) -> None:
     out = run("convert", tmp_path / "m", tmp_path / "out").out
     lines = out.replace("\n  ", " ").splitlines()[-5:]
     assert lines[0] == "recipe: nvfp4-te (the default); weights only: activations stay in 16 bits"
-    error = r"SQNR: median 20\.\d dB over sampled rows of 14 layers, which is an error of 9\.\d% of the weights; worst "
+    error = r"SQNR: median 20\.\d dB over sampled rows of 14 layers, a relative rms error of 9\.\d%; worst "
     assert re.match(error, lines[1])
     assert lines[2].startswith("engines that load ") and "vLLM" in lines[2]
     assert lines[3] == f"serve: vllm serve {tmp_path / 'out'}"

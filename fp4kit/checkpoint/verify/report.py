@@ -24,7 +24,7 @@ from fp4kit.checkpoint.verify.verify import LayerReport, VerifyReport
 from fp4kit.storage.files import listed, shown, whole_file
 
 DECIBELS = (
-    "SQNR is the ratio of the squared weights to the squared errors. At 20 dB, the error is 10% of the weights; 6 dB"
+    "SQNR is the ratio of the squared weights to the squared errors. At 20 dB, the relative rms error is 10%; 6 dB"
     " more halve it. Weights with a normal distribution have about 20.4 dB in NVFP4, 18.9 dB in"
     " MXFP4, and 31.5 dB in FP8 or MXFP8."
 )
