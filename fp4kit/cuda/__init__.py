@@ -7,8 +7,9 @@ package can be imported without a GPU or CuPy.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from itertools import product
 from operator import index
 from struct import pack
@@ -178,7 +179,6 @@ def _tensor_amax(call: parse.Call, both: bool) -> Prepared:
 
 def _dequantize(call: parse.Call, both: bool) -> Prepared:
     r, x = with_row_blocks(call.recipe), call.x
-    dispatch.check_formats(r)
     if matrix.implies_amaxes(r):
         raise parse.Declined(f"decoding {r.id} takes several launches; use fp4kit.dequantize")
     scales = ["scales"] * (r.scale is not None) + ["tensor_scale"] * (r.tensor_scaling != "none")
@@ -293,9 +293,11 @@ def source(
             raise ValueError(f"source: {name} is {value!r:.60}; {operation} needs {needed}")
     r, x = recipe_of(operation, recipe), _matrix(dtype, arch, shape, 0 if aligned else 1, multiprocessors)
     with parse.declined_as_error("source"):
+        dispatch.check_formats(r)
         launch, needs = prepare(_call(operation, x, r, options), axis == "both")
     (text, name), fields, target = launch.function, launch.fields.names or (), x.target.arch
     sizes = dict(zip(fields[len(fields) - len(launch.sizes) :], launch.sizes, strict=True))
+    members = _members(text.splitlines()[-1], name)
     has_clusters = "#define FP4KIT_FINDERS" in text and int(re.sub(r"\D", "", target)) >= 90
     words = [f"{k}={v!r}" for k, v in {"shape": shape, **options}.items() if v != _DEFAULTS.get(k)]
     words = [*map(repr, (operation, r.id, dtype, target)), *words, *["aligned=False"] * (not aligned)]
@@ -308,7 +310,7 @@ def source(
         launch.block[0],
         compiler.FINDERS if has_clusters else 1,
         (*compiler.OPTIONS, f"-arch={target}"),
-        tuple(Field(n, *facts, n in needs, sizes.get(n, 0)) for n, facts in _members(text, name, fields)),
+        tuple(Field(n, *members[n], n in needs, sizes.get(n, 0)) for n in fields),
         text,
     )
 
@@ -348,17 +350,17 @@ def _call(op: str, x: _Array, r: Recipe, chosen: dict[str, Any]) -> parse.Call:
     return call._replace(block_scale=x, tensor_scale=x, tensor_amax=None) if given == "scales" else call
 
 
-def _members(text: str, kernel: str, fields: Sequence[str]) -> Iterator[tuple[str, tuple[str, str]]]:
-    """Yield (name, (C type, comment)) for the fields of the struct that a kernel takes, as its file declares them."""
-    text = compiler.with_headers(text)
+@cache
+def _members(include: str, kernel: str) -> dict[str, tuple[str, str]]:
+    """Return {name: (C type, comment)} of the struct that a kernel takes, as the file of an #include declares it."""
+    text, found = compiler.with_headers(include), {}
     (struct,) = re.findall(rf"\b{kernel}\((\w+) \w+\)", text)
     (body,) = re.findall(rf"^struct {struct} {{\n(.*?)^}};", text, re.MULTILINE | re.DOTALL)
-    found = {}
     for kind, names, comment in re.findall(r"^  ((?:const )?\w+)([^;]*);(.*(?:\n +//.*)*)", body, re.MULTILINE):
         kind = re.sub(r"\b(u|i)(\d+)", lambda m: f"{'u' * (m[1] == 'u')}int{m[2]}_t", kind)
         for star, name in re.findall(r"(\*?) ?(\w+)", names):
             found[name] = kind + star, " ".join(comment.replace("//", "").split())
-    yield from ((name, found[name]) for name in fields)
+    return found
 
 
 def compile(kernel: Kernel) -> bytes:
