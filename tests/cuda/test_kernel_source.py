@@ -330,7 +330,7 @@ WRONG = [
         ("quantize", "hif4-amct"),
         {},
         NotImplementedError,
-        "source: hif4-amct has rules of the specification alone, which",
+        "source: hif4-amct has rules of the specification",
     ),
     (("quantize", "nvfp4-modelopt-fake"), {}, ValueError, "is a fake quantizer and has values only"),
     (("quantize", "mxfp4-auto-round-opt"), {}, NotImplementedError, "source: mxfp4-auto-round-opt has search="),
