@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from itertools import product
 from operator import index
@@ -80,7 +80,7 @@ class Kernel:
     cluster: int
     options: tuple[str, ...]
     fields: tuple[Field, ...]
-    _instantiation: str
+    _instantiation: str = field(repr=False)
 
     @property
     def source(self) -> str:
@@ -179,6 +179,8 @@ def _tensor_amax(call: parse.Call, both: bool) -> Prepared:
 
 def _dequantize(call: parse.Call, both: bool) -> Prepared:
     r, x = with_row_blocks(call.recipe), call.x
+    if x.start:
+        raise ValueError("source: aligned is False; dequantize needs arrays at multiples of 16 bytes; copy them there")
     if matrix.implies_amaxes(r):
         raise parse.Declined(f"decoding {r.id} takes several launches; use fp4kit.dequantize")
     scales = ["scales"] * (r.scale is not None) + ["tensor_scale"] * (r.tensor_scaling != "none")
@@ -263,7 +265,8 @@ def source(
         given: for quantize and fake_quantize: what the kernel reads beside x. "tensor_amax", if the recipe has tensor
             scales; "block_amax" for block amaxes too; "scales" for block scales and tensor scales; "none" if it
             computes the tensor amaxes itself, as fp4kit lets it for up to 2^19 elements and for short rows.
-        aligned: whether all arrays begin at multiples of 16 bytes.
+        aligned: whether the arrays that are read begin at multiples of 16 bytes. Codes, block scales and values that
+            are written always must, and so must all arrays of dequantize.
         multiprocessors: the number of the GPU's multiprocessors, on which the grid depends. 132 for an H200.
 
     Returns:
@@ -385,7 +388,7 @@ def compile(kernel: Kernel) -> bytes:
 def kernels(
     recipe: str | Recipe, dtype: str = "bfloat16", arch: str = "sm_90", *, shape: tuple[int, int] = (4096, 4096)
 ) -> list[Kernel]:
-    """Return the kernels that serve a recipe: one for every operation, axis and rounding that a kernel computes.
+    """Return the kernels that serve a recipe: one for every operation, axis of quantize and rounding.
 
     Args:
         recipe, dtype, arch, shape: as in `source`.
@@ -402,7 +405,7 @@ def kernels(
         >>> for kernel in fp4kit.cuda.kernels("int8-modelopt", shape=(64, 256)):
         ...     print(f"{kernel.operation:24}{kernel.name:28}{kernel.grid} x {kernel.block}")
         quantize                quantize_unblocked_kernel   2 x 256
-        fake_quantize           fake_quantize_kernel        4 x 256
+        fake_quantize           fake_quantize_kernel        2 x 256
         tensor_amax             amax_kernel                 4 x 256
         dequantize              dequantize_kernel           4 x 256
         fake_quantize_backward  clip_kernel                 8 x 256
@@ -413,7 +416,8 @@ def kernels(
     for operation, (_, takes) in _OPERATIONS.items():
         options: dict[str, Any] = {"given": given} if "given" in takes else {}
         options |= {"scale_layout": "swizzled_128x4"} if "swizzle" in operation else {}
-        for axis, rounding in product(takes.get("axis", (-1,)), takes.get("rounding", ("nearest",))):
+        axes = takes["axis"] if operation == "quantize" else (-1,)
+        for axis, rounding in product(axes, takes.get("rounding", ("nearest",))):
             options |= {"shape": shape, "axis": axis, "rounding": rounding}
             try:
                 found.append(source(operation, recipe, dtype, arch, **options))

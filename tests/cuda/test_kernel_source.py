@@ -355,6 +355,7 @@ WRONG = [
     (("quantize", "nvfp4-te"), {"multiprocessors": 0}, ValueError, "source: multiprocessors is 0; needs a positive"),
     (("dequantize", "nvfp4-te"), {"axis": 0}, ValueError, "source: axis is 0; dequantize needs -1"),
     (("dequantize", "nvfp4-te-rowscaled"), {}, NotImplementedError, "takes several launches; use fp4kit.dequantize"),
+    (("dequantize", "nvfp4-te"), {"aligned": False}, ValueError, "dequantize needs arrays at multiples of 16 bytes"),
     (("tensor_amax", "mxfp4-ocp"), {}, ValueError, "source: mxfp4-ocp has no tensor scale"),
     (("tensor_amax", "fp8-deepgemm-block"), {}, NotImplementedError, "take several launches; use fp4kit.quantize"),
     (("transpose", "nvfp4-te"), {}, ValueError, "transpose: nvfp4-te has 1x16 blocks; needs square blocks"),
