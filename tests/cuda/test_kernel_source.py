@@ -46,12 +46,8 @@ from fp4kit.recipes import RECIPES
 from fp4kit.recipes.schema import with_row_blocks
 from fp4kit.reference.stochastic import TE_SIGN_MASK
 
-# The functions that prepare the launches of source(). Each test of a launch goes through one of them.
-AMAXES_OF_OTHERS = (
-    kernel_calls.amax,
-    partial,
-    requantize,
-)  # calls that compute amaxes, but not for a recipe's quantize
+AMAXES_OF_OTHERS = (kernel_calls.amax, partial, requantize)  # calls whose amaxes are not those of quantize's recipe
+# The functions that prepare the launches of source(), and the modules that hold them.
 BUILDERS = {
     "quantize_launch": (matrix,),
     "dequantize_launch": (matrix,),
