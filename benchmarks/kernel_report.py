@@ -11,7 +11,6 @@ folder in `pip install --target`. The exit status is 1 if a kernel spills regist
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 from collections.abc import Iterator
 from datetime import date
@@ -22,7 +21,7 @@ import numpy as np
 import sass
 
 from fp4kit.cuda import compiler
-from fp4kit.cuda.compiler import TYPES, instantiation, recipe_struct
+from fp4kit.cuda.compiler import TYPES, Resources, instantiation, recipe_struct
 from fp4kit.cuda.dispatch import TABLE_THREADS, LaunchRequest, find_kernel, kernel_for
 from fp4kit.cuda.launch import THREADS
 from fp4kit.cuda.transforms import transpose_struct
@@ -33,10 +32,6 @@ from fp4kit.recipes.schema import decoding, with_row_blocks
 from fp4kit.reference.stochastic import TE_SIGN_MASK
 
 F32, F16, BF16 = FLOATS
-REPORT = re.compile(
-    r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads\s+"
-    r"ptxas info\s+: Used (\d+) registers(?:.*?(\d+) bytes smem)?"
-)
 OTHER_INPUTS = ("nvfp4-te", "nvfp4-te-2d", "nvfp4-flashinfer", "mxfp4-ocp", "mxfp8-te", "fp8-modelopt")
 
 
@@ -192,21 +187,15 @@ def layout_kernels() -> Iterator[ReportedKernel]:
 
 
 class Usage(NamedTuple):
-    """The resources that one kernel uses.
+    """What one kernel uses.
 
     Attributes:
-        registers: registers per thread
-        spills: bytes per thread that are stored and loaded because registers do not suffice
-        stack: bytes of stack per thread
-        shared: bytes of shared memory per thread block
+        memory: its registers and memory
         instructions: thread instructions per element in the main loop; None without nvdisasm or such a loop
         setup: thread instructions before the main loop
     """
 
-    registers: int
-    spills: int
-    stack: int
-    shared: int
+    memory: Resources
     instructions: float | None = None
     setup: int | None = None
 
@@ -216,7 +205,7 @@ class Usage(NamedTuple):
 
         Registers are allocated in multiples of eight per thread.
         """
-        blocks = 65536 // (-(-self.registers // 8) * 8 * THREADS)
+        blocks = 65536 // (-(-self.memory.registers // 8) * 8 * THREADS)
         return min(blocks * THREADS, 2048)
 
 
@@ -224,25 +213,12 @@ def usage(kernel: ReportedKernel, arch: str) -> Usage:
     """Compile a kernel for an architecture, and return the resources that the assembler reports.
 
     arch: the architecture, such as "sm_90".
-
-    Raises ValueError if the report cannot be parsed.
     """
-    headers = compiler.include_closure(tuple(re.findall(r'^#include "([^"]+)"', kernel.source, re.MULTILINE)))
-    options = (*compiler.OPTIONS, f"-arch={arch}", "--ptxas-options=-v")
-    cubin, log = compiler.compile_cubin(kernel.source, headers, options, f"{kernel.kernel}.cu")
-    log = log[log.find(f"'{kernel.kernel}'") :]
-    found = REPORT.search(log)
-    if found is None:
-        raise ValueError(
-            f"kernel_report: no resource usage for {kernel.kernel} in the log of NVRTC"
-            f" {compiler.compiler_version()}:\n{log}"
-        )
-    stack, stores, loads, registers, shared = (int(number or 0) for number in found.groups())
-    used = Usage(registers, stores + loads, stack, shared)
+    memory, cubin = compiler.resources(kernel.source, arch, kernel.kernel)
     loop = sass.main_loop(sass.disassembled(cubin), kernel.kernel) if sass.disassembler() else None
     if loop is None:
-        return used
-    return used._replace(instructions=loop.instructions * kernel.element_bytes / loop.bytes, setup=loop.setup)
+        return Usage(memory)
+    return Usage(memory, loop.instructions * kernel.element_bytes / loop.bytes, loop.setup)
 
 
 def table(rows: list[tuple[ReportedKernel, Usage]], arch: str) -> str:
@@ -252,7 +228,9 @@ def table(rows: list[tuple[ReportedKernel, Usage]], arch: str) -> str:
     arch: the architecture that they were compiled for, such as "sm_90".
     """
     version = ".".join(map(str, compiler.compiler_version()))
-    spilling = [f"{k.kernel} of {k.recipe} from {k.types} {k.options}".rstrip() for k, u in rows if u.spills]
+    spilling = [
+        f"{k.kernel} of {k.recipe} from {k.types} {k.options}".rstrip() for k, u in rows if u.memory.spill_bytes
+    ]
     lines = [
         f"# Registers, memory and instructions of the kernels, {arch}",
         "",
@@ -267,7 +245,7 @@ def table(rows: list[tuple[ReportedKernel, Usage]], arch: str) -> str:
     ]
     for kernel, used in rows:
         counts = ("-", "-") if used.instructions is None else (f"{used.instructions:.1f}", str(used.setup))
-        cells = (*kernel[:4], *map(str, used[:4]), str(used.resident_threads), *counts)
+        cells = (*kernel[:4], *map(str, used.memory), str(used.resident_threads), *counts)
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
@@ -285,7 +263,7 @@ def main() -> int:
     if options.output:
         options.output.write_text(text)
     print(text, end="")
-    return int(any(used.spills for _, used in rows))
+    return int(any(used.memory.spill_bytes for _, used in rows))
 
 
 if __name__ == "__main__":

@@ -53,7 +53,7 @@ from fp4kit.units import DotAdd, FloorDotAdd, IntegerAdd, Unit, unit, units
 
 # Names that users may expect in this module: {name: end of the error message, which says where the name is}.
 _ELSEWHERE = {
-    **{name: f"; run import fp4kit.{name} first" for name in ("torch", "jax", "checkpoint", "plot", "testing")},
+    **{name: f"; run import fp4kit.{name} first" for name in ("torch", "jax", "checkpoint", "cuda", "plot", "testing")},
     **dict.fromkeys(
         ("FakeQuantSettings", "FakeQuantized", "fake_quantize_model"),
         "; it is in fp4kit.torch, after import fp4kit.torch",

@@ -14,7 +14,7 @@ import numpy as np
 from fp4kit.arrays import imports
 from fp4kit.call.parse import Call
 from fp4kit.cuda import matrix
-from fp4kit.cuda.launch import THREADS, aligned, prepared
+from fp4kit.cuda.launch import THREADS, Launch, aligned, prepared
 from fp4kit.cuda.shards import amax_shard, check_blocks
 from fp4kit.quantized.container import tensor_amax_shape
 from fp4kit.recipes import Recipe
@@ -206,12 +206,16 @@ def amax_hadamard(x: Any, counted: str, mask: int) -> Any:
     """Return the largest magnitude of a matrix after a Hadamard transform along its columns: float32 ()."""
     # An empty x gives 0. matrix.amax would return the same value for a transposed copy of x with this mask; here
     # x is not copied.
-    rows, columns = x.shape
     out = imports.cupy().zeros((), np.float32)
     if x.size:
-        is_aligned = x.data.ptr % _WORD == 0 and columns * x.dtype.itemsize % _WORD == 0
-        wide = -(-columns // (THREADS * (_WORD // x.dtype.itemsize if is_aligned else 1)))
-        work, traits = rows // HADAMARD_BLOCK * wide, (x.dtype, f"AmaxInput::{counted}", is_aligned)
-        launch = prepared("amax_hadamard", work, (rows, columns), x.device.id, traits, matrix.transform_struct(mask))
-        launch(x.data.ptr, out.data.ptr)
+        hadamard_amax_launch(x, counted, mask)(x.data.ptr, out.data.ptr)
     return out
+
+
+def hadamard_amax_launch(x: Any, counted: str, mask: int) -> Launch:
+    """Return the prepared launch of amax_hadamard."""
+    rows, columns = x.shape
+    is_aligned = x.data.ptr % _WORD == 0 and columns * x.dtype.itemsize % _WORD == 0
+    wide = -(-columns // (THREADS * (_WORD // x.dtype.itemsize if is_aligned else 1)))
+    work, traits = rows // HADAMARD_BLOCK * wide, (x.dtype, f"AmaxInput::{counted}", is_aligned)
+    return prepared("amax_hadamard", work, (rows, columns), x.device.id, traits, matrix.transform_struct(mask))

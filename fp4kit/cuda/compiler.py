@@ -12,7 +12,7 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -48,17 +48,33 @@ def files(sources: Path) -> dict[str, Path]:
     return {path.name: path for path in sorted(sources.rglob("*.cu*"))}
 
 
+def with_headers(source: str, name: str = "fp4kit.cu") -> str:
+    """Return an instantiation with the files that it includes, directly or indirectly, in place of the #include lines.
+
+    `name` is what the compiler's log calls the instantiation.
+    """
+    included: set[str] = set()
+
+    def expanded(text: str, name: str) -> Iterator[str]:
+        for number, line in enumerate(text.split("\n"), 1):
+            found = _INCLUDE.match(line)
+            if found is None:
+                yield "" if line == "#pragma once" else line
+            elif found[1] in included:
+                yield ""
+            else:
+                included.add(found[1])
+                yield f'#line 1 "{found[1]}"'
+                yield from expanded(text_of(files(SOURCES)[found[1]]), found[1])
+                yield f'#line {number + 1} "{name}"'
+
+    return "\n".join(expanded(source, name))
+
+
 @cache
-def include_closure(names: tuple[str, ...]) -> dict[str, str]:
-    """Return {file name: text} for the named kernel sources and all files that they include, directly or indirectly."""
-    found: dict[str, str] = {}
-    pending = list(names)
-    while pending:
-        name = pending.pop()
-        if name not in found:
-            found[name] = files(SOURCES)[name].read_text()
-            pending += _INCLUDE.findall(found[name])
-    return dict(sorted(found.items()))
+def text_of(path: Path) -> str:
+    """Return the text of a file."""
+    return path.read_text()
 
 
 def architecture(capability: str) -> str:
@@ -68,8 +84,40 @@ def architecture(capability: str) -> str:
 
 def compile_source(source: str, arch: str, name: str = "fp4kit.cu") -> tuple[bytes, str]:
     """Compile an instantiation for an architecture such as "sm_90", and return the cubin and the compiler's log."""
-    headers = include_closure(tuple(_INCLUDE.findall(source)))
-    return compile_cubin(source, headers, (*OPTIONS, f"-arch={arch}"), name)
+    return compile_cubin(with_headers(source, name), (*OPTIONS, f"-arch={arch}"), name)
+
+
+class Resources(NamedTuple):
+    """What a kernel uses.
+
+    Attributes:
+        registers: registers per thread.
+        spill_bytes: bytes per thread that are stored and loaded because registers do not suffice.
+        stack_bytes: bytes of stack per thread.
+        shared_bytes: bytes of static shared memory per thread block.
+    """
+
+    registers: int
+    spill_bytes: int
+    stack_bytes: int
+    shared_bytes: int
+
+
+_REPORT = re.compile(
+    r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads\s+"
+    r"ptxas info\s+: Used (\d+) registers(?:.*?(\d+) bytes smem)?"
+)
+
+
+def resources(source: str, arch: str, kernel: str) -> tuple[Resources, bytes]:
+    """Compile an instantiation, and return what one of its kernels uses, and the cubin."""
+    options = (*OPTIONS, f"-arch={arch}", "--ptxas-options=-v")
+    cubin, log = compile_cubin(with_headers(source), options, f"{kernel}.cu")
+    found = _REPORT.search(log, max(log.find(f"'{kernel}'"), 0))
+    if found is None:
+        raise CompileError(f"fp4kit.cuda: NVRTC {compiler_version()} reports no resources of {kernel}:\n{log}")
+    stack, stores, loads, registers, shared = (int(number or 0) for number in found.groups())
+    return Resources(registers, stores + loads, stack, shared), cubin
 
 
 def cache_folder() -> Path:
@@ -94,8 +142,7 @@ def cache_folder() -> Path:
 
 def _key(source: str, arch: str) -> str:
     """Return the cache key of an instantiation: a digest of everything that its cubin depends on."""
-    closure = include_closure(tuple(_INCLUDE.findall(source)))
-    parts = [source, *(text for pair in closure.items() for text in pair), *OPTIONS, arch, str(compiler_version())]
+    parts = [with_headers(source), *OPTIONS, arch, str(compiler_version())]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
 
@@ -174,19 +221,14 @@ def _check(status: int, call: str) -> None:
         raise CompileError(f"fp4kit.cuda: {call} failed: {nvrtc_library().nvrtcGetErrorString(status).decode()}")
 
 
-def compile_cubin(source: str, headers: Mapping[str, str], options: tuple[str, ...], name: str) -> tuple[bytes, str]:
-    """Compile a source to a cubin, and return the cubin and the compiler's log."""
-    nvrtc = nvrtc_library()
-    program, count = ctypes.c_void_p(), len(headers)
-
-    def strings(texts: Iterable[str]) -> ctypes.Array[ctypes.c_char_p]:
-        encoded = [text.encode() for text in texts]
-        return (ctypes.c_char_p * len(encoded))(*encoded)
-
-    given = source.encode(), name.encode(), count, strings(headers.values()), strings(headers)
+def compile_cubin(source: str, options: tuple[str, ...], name: str) -> tuple[bytes, str]:
+    """Compile a source, which includes no file, to a cubin, and return the cubin and the compiler's log."""
+    nvrtc, program = nvrtc_library(), ctypes.c_void_p()
+    given = source.encode(), name.encode(), 0, None, None
     _check(nvrtc.nvrtcCreateProgram(ctypes.byref(program), *given), "nvrtcCreateProgram")
     try:
-        status = nvrtc.nvrtcCompileProgram(program, len(options), strings(options))
+        texts = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
+        status = nvrtc.nvrtcCompileProgram(program, len(options), texts)
         log = _text(program, "ProgramLog").decode(errors="replace").rstrip("\0\n")
         if status:
             raise CompileError(f"fp4kit.cuda: {name} did not compile with {' '.join(options)}:\n{log}")

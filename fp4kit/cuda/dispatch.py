@@ -17,7 +17,7 @@ import numpy as np
 
 from fp4kit.call.parse import Declined
 from fp4kit.cuda.compiler import THREAD_BYTES, has_table
-from fp4kit.cuda.launch import CACHE_SIZE, THREADS, UNLIMITED, grid, struct_of
+from fp4kit.cuda.launch import CACHE_SIZE, THREADS, UNLIMITED, Device, grid, struct_of
 from fp4kit.formats import E2M1, Codebook, IntegerOrFloat, is_same
 from fp4kit.layouts import padded_shape
 from fp4kit.recipes import Recipe
@@ -73,7 +73,7 @@ class Arguments(NamedTuple):
 # All kernels except quantize_columns take these arguments.
 ROWS = Arguments(
     ("x", "packed", "scales", "values", "tensor_amax", "tensor_scale", "block_amax", "random", "amax_out"),
-    ("seed", "group"),
+    ("seed", "counter"),
     ("rows", "columns"),
 )
 # The kernel quantize_columns takes these arguments.
@@ -137,7 +137,7 @@ class KernelChoice(NamedTuple):
 
     kernel: str
     takes: Callable[[LaunchRequest], bool]
-    grid: Callable[[LaunchRequest, int], int]
+    grid: Callable[[LaunchRequest, Device], int]
     arguments: Arguments = ROWS
     sizes: Callable[[LaunchRequest], tuple[int, ...]] = lambda request: request.kernel_shape
     threads: int = THREADS
@@ -272,7 +272,7 @@ def needs_search(request: LaunchRequest) -> bool:
 # ---- grids ----
 
 
-def _fake_grid(request: LaunchRequest, device: int) -> int:
+def _fake_grid(request: LaunchRequest, device: Device) -> int:
     """Return the number of thread blocks of fake_quantize, in which each thread writes 2 times 16 bytes
     (VALUE_RUNS).
     """
@@ -285,7 +285,7 @@ def _patch_sizes(request: LaunchRequest) -> tuple[int, ...]:
     return *request.shape, min((-(-request.shape[0] // TILE_ROWS) - 1).bit_length(), BAND_SHIFT)
 
 
-def _patch_grid(request: LaunchRequest, device: int) -> int:
+def _patch_grid(request: LaunchRequest, device: Device) -> int:
     """Return the number of thread blocks of quantize_columns: one per tile."""
     rows, columns, shift = _patch_sizes(request)
     tiles_down = -(-rows // TILE_ROWS)
@@ -294,14 +294,14 @@ def _patch_grid(request: LaunchRequest, device: int) -> int:
     return grid(tiles_across * ((tiles_down + (1 << shift) - 1 >> shift) << shift), device, UNLIMITED)
 
 
-def _table_grid(request: LaunchRequest, device: int) -> int:
+def _table_grid(request: LaunchRequest, device: Device) -> int:
     """Return the number of thread blocks of quantize_table: at most one per multiprocessor, where it fills a table."""
     rows, columns = request.shape
     threads = -(-rows // request.recipe.block_rows) * request.recipe.block_rows * -(-columns // 128) * 8
     return grid(-(-threads // TABLE_THREADS), device, 1)
 
 
-def _tile_grid(request: LaunchRequest, device: int) -> int:
+def _tile_grid(request: LaunchRequest, device: Device) -> int:
     """Return the number of thread blocks of quantize_tile: one per tile, at most BLOCKS_PER_SM per multiprocessor."""
     rows, columns = request.shape
     if plan := row_plan(request, device):
@@ -335,7 +335,7 @@ class RowPlan(NamedTuple):
     blocks: int
 
 
-def row_plan(request: LaunchRequest, device: int) -> RowPlan | None:
+def row_plan(request: LaunchRequest, device: Device) -> RowPlan | None:
     """Return the RowPlan of a request; None unless thread blocks compute the amaxes of their rows (finds_rows)."""
     if not finds_rows(request):
         return None
@@ -359,7 +359,7 @@ def row_plan(request: LaunchRequest, device: int) -> RowPlan | None:
     return RowPlan(step, WARP * -(-warps // steps), thread_bytes, grid(rows, device, 96))
 
 
-def _row_grid(request: LaunchRequest, device: int) -> int:
+def _row_grid(request: LaunchRequest, device: Device) -> int:
     """Return the number of thread blocks of quantize or quantize_unblocked: one thread per 64 bytes of elements."""
     # If every thread block must first prepare something, the grid has at most 96 thread blocks per multiprocessor, so
     # that a thread block does more work per preparation.
@@ -375,7 +375,7 @@ def _row_grid(request: LaunchRequest, device: int) -> int:
     return grid(work, device, 96 if prepares else UNLIMITED)
 
 
-def _threads_grid(request: LaunchRequest, device: int, unit: int) -> int:
+def _threads_grid(request: LaunchRequest, device: Device, unit: int) -> int:
     """Return the number of thread blocks of a kernel with one thread per `unit` elements of a row."""
     rows, columns = request.kernel_shape
     return grid(-(-rows * -(-columns // unit) // THREADS), device, UNLIMITED)

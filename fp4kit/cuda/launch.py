@@ -6,7 +6,7 @@ Kernels use grid-stride loops, so their results do not depend on the size of the
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from struct import Struct
@@ -28,20 +28,34 @@ UNLIMITED = 1 << 16
 CACHE_SIZE = 1024  # the most entries in each cache of choices or launches; each new shape takes an entry
 
 
+class Target(NamedTuple):
+    """A GPU for which launches are prepared without it: its architecture, such as "sm_90", and its multiprocessors."""
+
+    arch: str
+    multiprocessors: int
+
+
+Device = int | Target  # the number of a device, or a Target
+
+
 @cache
-def multiprocessors(device: int) -> int:
+def multiprocessors(device: Device) -> int:
     """Return the number of multiprocessors of a device."""
+    if isinstance(device, Target):
+        return device.multiprocessors
     return int(imports.cupy().cuda.runtime.getDeviceProperties(device)["multiProcessorCount"])
 
 
 @cache
-def architecture_of(device: int) -> str:
+def architecture_of(device: Device) -> str:
     """Return the architecture of a device, such as "sm_90"."""
+    if isinstance(device, Target):
+        return device.arch.rstrip("a")
     properties = imports.cupy().cuda.runtime.getDeviceProperties(device)
     return f"sm_{properties['major']}{properties['minor']}"
 
 
-def resident_blocks(device: int) -> int:
+def resident_blocks(device: Device) -> int:
     """Return how many thread blocks of THREADS (256) threads a device can run at once, limited only by threads."""
     return multiprocessors(device) * (MAX_THREADS // THREADS)
 
@@ -63,7 +77,7 @@ def check_columns(columns: int) -> None:
         )
 
 
-def grid(work_blocks: int, device: int, per_multiprocessor: int = BLOCKS_PER_SM) -> int:
+def grid(work_blocks: int, device: Device, per_multiprocessor: int = BLOCKS_PER_SM) -> int:
     """Return the number of thread blocks to launch, at least 1."""
     return max(min(work_blocks, multiprocessors(device) * per_multiprocessor), 1)
 
@@ -115,19 +129,17 @@ class Launch:
     """A prepared launch: a kernel with a fixed grid and fixed sizes. Call the object with array addresses to launch.
 
     Args:
-        function: the CuPy function of the kernel.
+        function: the CuPy function of the kernel. For a Target, what function_of returns; it cannot be launched.
         blocks: the number of thread blocks.
         fields: the dtype of the struct of the kernel's arguments. Every field has 8 bytes.
         sizes: the values of the last fields, such as the shape of the matrix.
         threads: the number of threads per thread block.
     """
 
-    __slots__ = ("_block", "_driver", "_free", "_function", "_grid", "_handle", "_pack", "_size", "_sizes")
+    __slots__ = ("_driver", "_free", "_handle", "_pack", "_size", "block", "fields", "function", "grid", "sizes")
 
-    def __init__(
-        self, function: Callable[..., None], blocks: int, fields: np.dtype, *sizes: int, threads: int = THREADS
-    ) -> None:
-        self._function, self._grid, self._block, self._sizes = function, (blocks,), (threads,), sizes
+    def __init__(self, function: Any, blocks: int, fields: np.dtype, *sizes: int, threads: int = THREADS) -> None:
+        self.function, self.grid, self.block, self.fields, self.sizes = function, (blocks,), (threads,), fields, sizes
         # The driver's handle of the kernel, and CuPy's driver module. _by_driver sets both when it is first called.
         self._handle: int | None = None
         self._driver: Any = None
@@ -142,11 +154,11 @@ class Launch:
             slot = self._free.pop()
         except IndexError:
             slot = _Slot.of(self._size)
-        self._pack(slot.memory, 0, *values, *self._sizes)
+        self._pack(slot.memory, 0, *values, *self.sizes)
         if stream is None:
-            self._function(self._grid, self._block, (slot.struct,))
+            self.function(self.grid, self.block, (slot.struct,))
         elif not self._by_driver(slot, stream):
-            self._function(self._grid, self._block, (slot.struct,), stream=stream)
+            self.function(self.grid, self.block, (slot.struct,), stream=stream)
         self._free.append(slot)
 
     def _by_driver(self, slot: _Slot, stream: Any) -> bool:
@@ -154,14 +166,14 @@ class Launch:
         True.
         """
         if self._handle is None:
-            self._handle = getattr(getattr(self._function, "kernel", self._function), "ptr", 0)
+            self._handle = getattr(getattr(self.function, "kernel", self.function), "ptr", 0)
             self._driver = imports.cupy().cuda.driver if self._handle else None
         driver = self._driver
         if driver is None:
             return False
         try:
             driver.launchKernel(
-                self._handle, self._grid[0], 1, 1, self._block[0], 1, 1, 0, stream.ptr, slot.parameters, 0
+                self._handle, self.grid[0], 1, 1, self.block[0], 1, 1, 0, stream.ptr, slot.parameters, 0
             )
         except driver.CUDADriverError:
             return False
@@ -274,7 +286,7 @@ LAUNCHES = {
 }
 
 
-def row_of(kernel: str, device: int) -> LaunchRow:
+def row_of(kernel: str, device: Device) -> LaunchRow:
     """Return the row of LAUNCHES for a kernel on a device: that of its architecture ("clip sm_80"), if there is one."""
     return LAUNCHES.get(f"{kernel} {architecture_of(device)}", LAUNCHES[kernel])
 
@@ -283,7 +295,7 @@ def row_of(kernel: str, device: int) -> LaunchRow:
 def function_of(
     file: str,
     kernel: str,
-    device: int,
+    device: Device,
     struct: str,
     traits: tuple[tuple[str, compiler.Trait], ...],
     small: bool | None = None,
@@ -291,16 +303,18 @@ def function_of(
 ) -> Any:
     """Return a compiled kernel as a CuPy function on a device. `struct` is the C++ text of the structs it uses.
 
-    It is the kernel for a group if `small` is not None, which says whether the group is small (is_small).
+    It is the kernel for a group if `small` is not None, which says whether the group is small (is_small). For a Target,
+    return the pair (source, name) that would be compiled.
     """
     values: dict[str, Any] = dict(traits) | ({"threads": threads} if threads != THREADS else {})
-    if small is None:
-        return compiler.function(compiler.instantiation(file, struct, **values), f"{kernel}_kernel", device)
-    source = compiler.instantiation(file, struct, kernel, **values, kSmall=small)
-    return compiler.function(source, f"grouped_{kernel}_kernel", device)
+    if small is not None:
+        source = compiler.instantiation(file, struct, kernel, **values, kSmall=small)
+        return compiler.function(source, f"grouped_{kernel}_kernel", device)
+    found = compiler.instantiation(file, struct, **values), f"{kernel}_kernel"
+    return found if isinstance(device, Target) else compiler.function(*found, device)
 
 
-def row_function(kernel: str, device: int, struct: str, *traits: compiler.Trait, small: bool | None = None) -> Any:
+def row_function(kernel: str, device: Device, struct: str, *traits: compiler.Trait, small: bool | None = None) -> Any:
     """Return the compiled kernel of a row of LAUNCHES, with the values of its traits, as a CuPy function."""
     row = row_of(kernel, device)
     values = tuple(zip(row.traits.split(), traits, strict=True))
@@ -309,7 +323,7 @@ def row_function(kernel: str, device: int, struct: str, *traits: compiler.Trait,
 
 @lru_cache(CACHE_SIZE)
 def prepared(
-    kernel: str, work: int, sizes: tuple[int, ...], device: int, traits: tuple[compiler.Trait, ...], struct: str = ""
+    kernel: str, work: int, sizes: tuple[int, ...], device: Device, traits: tuple[compiler.Trait, ...], struct: str = ""
 ) -> Launch:
     """Return the prepared launch of a row of LAUNCHES with fixed sizes. `work` is the most threads that have work, or
     the most thread blocks if the row is fixed.
@@ -390,7 +404,7 @@ def is_small(members: Sequence[Any]) -> bool:
     return len(members) <= SMALL_GROUP
 
 
-def piece_counts(elements: Any, device: int, most: int = MAX_PIECE) -> np.ndarray:
+def piece_counts(elements: Any, device: Device, most: int = MAX_PIECE) -> np.ndarray:
     """Return the number of pieces into which the work on each tensor of a group is divided: an int64 array."""
     # The largest size is chosen so that the group has about 20 pieces per multiprocessor (PIECES_PER_MULTIPROCESSOR),
     # but it is at least MIN_PIECE (8192) and at most `most` elements.
@@ -435,7 +449,7 @@ def prepare_group(
 
 def prepare_rows(
     kernel: str,
-    device: int,
+    device: Device,
     struct: str,
     traits: tuple[compiler.Trait, ...],
     members: Sequence[tuple[int, ...]],

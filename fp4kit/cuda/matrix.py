@@ -23,6 +23,7 @@ from fp4kit.cuda.launch import (
     MAX_PIECE,
     MIN_PIECE,
     THREADS,
+    Device,
     GroupedLaunch,
     Launch,
     address,
@@ -100,7 +101,7 @@ def kernel_structs(request: LaunchRequest, plan: dispatch.RowPlan | None = None)
 
 
 @lru_cache(CACHE_SIZE)
-def quantize_launch(choice: KernelChoice, request: LaunchRequest, aligned_runs: bool, device: int) -> Launch:
+def quantize_launch(choice: KernelChoice, request: LaunchRequest, aligned_runs: bool, device: Device) -> Launch:
     """Return the prepared launch of a kernel for a request."""
     sizes = choice.sizes(request)
     check_count(sizes[0] * sizes[1])
@@ -127,7 +128,7 @@ def quantize_matrix(m: Matrix, request: LaunchRequest, seed: int = 0, choice: Ke
 
 @lru_cache(CACHE_SIZE)
 def dequantize_launch(
-    r: Recipe, layout: str, original: np.dtype, dtype: np.dtype, shape: tuple[int, int], device: int
+    r: Recipe, layout: str, original: np.dtype, dtype: np.dtype, shape: tuple[int, int], device: Device
 ) -> Launch:
     """Return the prepared launch that dequantizes matrices of a shape (rows, columns)."""
     rows, columns = shape
@@ -214,11 +215,15 @@ def empty_scales(shape: tuple[int, ...], layout: str) -> Any:
 
 def clip_gradient(grad: Any, x: Any, amax: Any, out: Any) -> None:
     """Write the clipped gradient into out: grad where |x| <= amax, otherwise +0."""
+    clip_launch(grad, x, amax, out)(*map(address, (grad, x, amax, out)))
+
+
+def clip_launch(grad: Any, x: Any, amax: Any, out: Any) -> Launch:
+    """Return the prepared launch of clip_gradient."""
     aligned_runs = all(a.data.ptr % 16 == 0 for a in (grad, x, out))
     runs = -(-x.size * max(x.itemsize, grad.itemsize) // 16)
     sizes, traits = (x.size, x.size // amax.size), (x.dtype, grad.dtype, aligned_runs)
-    launch = prepared("clip", runs, sizes, x.device.id, traits)
-    launch(*map(address, (grad, x, amax, out)))
+    return prepared("clip", runs, sizes, x.device.id, traits)
 
 
 def quantize_group(matrices: Sequence[Matrix], requests: Sequence[LaunchRequest], seed: int = 0) -> GroupedLaunch:
@@ -229,7 +234,7 @@ def quantize_group(matrices: Sequence[Matrix], requests: Sequence[LaunchRequest]
     arguments = np.zeros(len(matrices), choice.arguments.struct)
     for name in choice.arguments.pointers:
         arguments[name] = [address(getattr(m, name)) for m in matrices]
-    arguments["seed"], arguments["group"] = seed, [m.group for m in matrices]
+    arguments["seed"], arguments["counter"] = seed, [m.group for m in matrices]
     sizes = [w.kernel_shape if m.x.size else m.x.shape for m, w in zip(matrices, requests, strict=True)]
     arguments["rows"], arguments["columns"] = zip(*sizes, strict=True)
     if r.block:

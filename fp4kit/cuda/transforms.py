@@ -25,13 +25,10 @@ _BYTES_PER_THREAD = 32  # bytes of packed codes that a thread of pack_codes load
 
 def transpose(packed: Any, scales: Any, q: Quantized) -> tuple[Any, Any]:
     """Transpose each matrix of a Quantized q with square blocks, in one launch."""
-    cupy, size = imports.cupy(), q.recipe.block_size
+    cupy = imports.cupy()
     *lead, M, K = q.moved_shape
     shape = (*lead, K, M)
-    if size not in SQUARE_BLOCKS:
-        raise Declined(
-            f"blocks of {size}x{size} have no CUDA kernel; needs 16, 32 or 64; transpose q with its arrays' .get()"
-        )
+    check_square(q.recipe)
     with imports.making_current(packed.device.id):
         codes = cupy.empty(packed_shape(shape, q.recipe), np.uint8)
         block_scale = cupy.empty(padded_shape(scale_shape(shape, q.recipe), q.scale_layout), np.uint8)
@@ -40,6 +37,15 @@ def transpose(packed: Any, scales: Any, q: Quantized) -> tuple[Any, Any]:
             launch = transpose_launch(packed, scales, q.recipe, q.scale_layout, codes, block_scale, (prod(lead), M, K))
             launch(packed.data.ptr, scales.data.ptr, codes.data.ptr, block_scale.data.ptr)
         return codes, block_scale
+
+
+def check_square(r: Recipe) -> None:
+    """Raise Declined unless the kernel transpose supports the square blocks of a recipe."""
+    size = r.block_size
+    if size not in SQUARE_BLOCKS:
+        raise Declined(
+            f"blocks of {size}x{size} have no CUDA kernel; needs 16, 32 or 64; transpose q with its arrays' .get()"
+        )
 
 
 def swizzle(scales: Any, source: str, target: str, shape: tuple[int, ...]) -> Any:

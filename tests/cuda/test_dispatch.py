@@ -19,7 +19,15 @@ import fp4kit
 from fp4kit.call.parse import Declined
 from fp4kit.call.search_scales import SearchRequest, search_call
 from fp4kit.cuda import compiler, engine, launch
-from fp4kit.cuda.dispatch import MIN_TABLE_ELEMENTS, LaunchRequest, find_kernel, kernel_for, row_plan, unsupported
+from fp4kit.cuda.dispatch import (
+    KERNEL_CHOICES,
+    MIN_TABLE_ELEMENTS,
+    LaunchRequest,
+    find_kernel,
+    kernel_for,
+    row_plan,
+    unsupported,
+)
 from fp4kit.cuda.launch import LAUNCHES, THREADS
 from fp4kit.cuda.search import check_search
 from fp4kit.formats import E1M2, E2M1, E2M3, E3M0, E8M0, MX4, ElementFormat
@@ -286,11 +294,18 @@ def members(text: str, struct: str) -> list[str]:
     return inherited + [name for one in declarations for name in re.findall(r"(\w+)\s*(?:,|$)", one.strip())]
 
 
+@pytest.mark.parametrize("choice", KERNEL_CHOICES, ids=lambda choice: choice.kernel)
+def test_a_choice_has_the_arguments_of_its_kernel(choice):
+    text = compiler.with_headers(f'#include "{choice.kernel}.cu"')
+    (found,) = re.findall(rf"\b{choice.kernel}_kernel\((\w+) \w+\)", text)
+    assert members(text, found) == list(choice.arguments.struct.names)
+
+
 @pytest.mark.parametrize("kernel", LAUNCHES)
 def test_a_row_has_the_arguments_and_traits_of_its_kernel(kernel):
     row, name = LAUNCHES[kernel], kernel.split()[0]
     assert row.threads == THREADS or not row.fixed
-    text = "\n".join(compiler.include_closure((f"{row.file or name}.cu",)).values())
+    text = compiler.with_headers(f'#include "{row.file or name}.cu"')
     entry = row.entry or name
     found = re.findall(rf"\b(?:grouped_)?{entry}_kernel\((?:Group<)?(\w+)>? \w+\)", text)
     assert found and members(text, found[0]) == list(row.arguments.names or ())

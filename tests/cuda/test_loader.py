@@ -22,23 +22,42 @@ SOURCE = '#include "quantize.cu"\n'
 CUBIN = b"a cubin"
 
 
-# ---- the include closure ----
+# ---- the text that is compiled ----
 
 
-def test_include_closure_holds_what_is_included_and_nothing_else():
-    closure = compiler.include_closure(("scale_layout.cuh",))
-    assert list(closure) == ["scale_layout.cuh", "types.cuh"]
-    assert closure["types.cuh"] == compiler.files(compiler.SOURCES)["types.cuh"].read_text()
-    assert {"quantize.cu", "quantize.cuh", "block.cuh", "tensor_rules.cuh", "ptx.cuh"} <= set(
-        compiler.include_closure(("quantize.cu",))
-    )
-    assert "amax.cu" not in compiler.include_closure(("quantize.cu",))
+def included(*names):
+    """Return the names of the files that the text for some included files contains, in order."""
+    source = "".join(f'#include "{name}"\n' for name in names)
+    return re.findall(r'^#line 1 "(.*)"$', compiler.with_headers(source), re.MULTILINE)
+
+
+def test_the_text_holds_what_is_included_and_nothing_else():
+    assert included("scale_layout.cuh") == ["scale_layout.cuh", "types.cuh"]
+    assert {"quantize.cu", "quantize.cuh", "block.cuh", "tensor_rules.cuh", "ptx.cuh"} <= {*included("quantize.cu")}
+    assert "amax.cu" not in included("quantize.cu")
+
+
+def test_lines_keep_their_numbers():
+    """Error messages and profilers name the file and the line as they are in the package."""
+    found, file, number = set(), "", 0
+    text = compiler.with_headers(f"{SOURCE}int last;", "own.cu")
+    for line in text.split("\n"):
+        if directive := re.fullmatch(r'#line (\d+) "(.*)"', line):
+            number, file = int(directive[1]), directive[2]
+            continue
+        found.add((file, number, line))
+        number += 1
+    assert ("own.cu", 2, "int last;") in found and "#include" not in text and "#pragma once" not in text
+    for name in ("quantize.cu", "quantize.cuh", "types.cuh"):
+        for i, line in enumerate(compiler.files(compiler.SOURCES)[name].read_text().split("\n")[:-1], 1):
+            kept = "" if line.startswith(("#include", "#pragma once")) else line
+            assert line.startswith("#include") or (name, i, kept) in found
 
 
 def test_every_header_is_used():
     names, groups = compiler.files(compiler.SOURCES), [entry.source("amax", "") for entry in compiler.GROUPED.values()]
-    included = re.findall(r'"(\w+\.cuh)"', "".join(groups))
-    assert set(compiler.include_closure((*included, *(name for name in names if name.endswith(".cu"))))) == set(names)
+    headers = re.findall(r'"(\w+\.cuh)"', "".join(groups))
+    assert {*included(*headers, *(name for name in names if name.endswith(".cu")))} == set(names)
 
 
 def test_names_of_kernel_sources_are_unique():
@@ -60,7 +79,7 @@ def cache(monkeypatch, tmp_path):
     shutil.copytree(compiler.SOURCES, sources)
     folder.mkdir()
 
-    def compile_cubin(source, headers, options, name):
+    def compile_cubin(source, options, name):
         compiled.append(options)
         return CUBIN, ""
 
@@ -68,7 +87,7 @@ def cache(monkeypatch, tmp_path):
     monkeypatch.setattr(compiler, "cache_folder", lambda: folder)
     monkeypatch.setattr(compiler, "compile_cubin", compile_cubin)
     monkeypatch.setattr(compiler, "compiler_version", lambda: (13, 0))
-    caches = (compiler.include_closure, compiler.files, compiler.function)
+    caches = (compiler.text_of, compiler.files, compiler.function)
     for cached in caches:
         cached.cache_clear()
     yield SimpleNamespace(sources=sources, folder=folder, compiled=compiled)
@@ -87,7 +106,7 @@ def test_a_cubin_is_compiled_once(cache):
 def change_header(cache, monkeypatch):
     path = compiler.files(cache.sources)["types.cuh"]  # quantize.cu includes it through other headers
     path.write_text(path.read_text() + "// changed\n")
-    compiler.include_closure.cache_clear()
+    compiler.text_of.cache_clear()
 
 
 def change_options(cache, monkeypatch):
@@ -114,7 +133,7 @@ def test_a_cubin_depends_on_source_and_architecture(cache):
 def test_a_cubin_does_not_depend_on_other_kernels(cache):
     before = compiler.cubin_path(SOURCE, "sm_90")
     compiler.files(cache.sources)["amax.cu"].write_text("")
-    compiler.include_closure.cache_clear()
+    compiler.text_of.cache_clear()
     assert compiler.cubin_path(SOURCE, "sm_90") == before
 
 

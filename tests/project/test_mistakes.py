@@ -154,6 +154,7 @@ MODULE = {
     "torch": "run import fp4kit.torch first",
     "jax": "run import fp4kit.jax first",
     "checkpoint": "run import fp4kit.checkpoint first",
+    "cuda": "run import fp4kit.cuda first",
     "FakeQuantSettings": "it is in fp4kit.torch, after import fp4kit.torch",
     "pad": "it is fp4kit.layouts.pad",
 }

@@ -15,7 +15,7 @@ from together import together
 from tool_module import tool_module
 
 import fp4kit
-from fp4kit import attention, calibration, checkpoint, plot, testing
+from fp4kit import attention, calibration, checkpoint, cuda, plot, testing
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
@@ -41,7 +41,7 @@ def test_plots_are_current(name: str) -> None:
     assert PLOTS.digest(PLOTS.PLOTS[name]()) in text, "run python tools/plots.py"
 
 
-@pytest.mark.parametrize("module", [fp4kit, attention, calibration, checkpoint, plot, testing])
+@pytest.mark.parametrize("module", [fp4kit, attention, calibration, checkpoint, cuda, plot, testing])
 def test_every_public_name_is_in_the_reference(module: ModuleType) -> None:
     assert {f"{module.__name__}.{name}" for name in module.__all__} <= DOCUMENTED
 

@@ -233,10 +233,15 @@ class Libraries:
 
     def _build(self, batch: list[Instantiation]) -> Library:
         """Compile and load one library with the instantiations in `batch`, which have one number of threads."""
+        return Library(self.compiled(batch), self._table)
+
+    def compiled(self, batch: list[Instantiation]) -> Path:
+        """Compile one library with the instantiations in `batch`, which have one number of threads."""
         text = program_text(batch, self._sources)
         path = self._folder / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.so"
-        self._compiler.build(text, path, *sorted({file.parent for file in loader.files(self._sources).values()}))
-        return Library(path, self._table)
+        if not path.exists():  # it may be loaded already
+            self._compiler.build(text, path, *sorted({file.parent for file in loader.files(self._sources).values()}))
+        return path
 
     @contextmanager
     def playing(self) -> Iterator[Any]:

@@ -14,9 +14,9 @@ constexpr u32 kWarp = 32, kRowsAtOnce = 4;
 
 // The arguments of amax_kernel and amax_rows_kernel.
 struct AmaxArguments {
-  const void* x;  // rows x columns elements, contiguous
-  u32* amax;      // bits of float32: one amax, set to 0 before; or one amax per row
-  i64 rows, columns;
+  const void* x;      // rows x columns elements, contiguous
+  u32* amax;          // bits of float32: one amax, set to 0 before; or one amax per row
+  i64 rows, columns;  // of x; 1 row of all elements for one amax
 };
 
 // Find the largest magnitude among the elements that count, in the part of the array a.x that `grid` assigns to this

@@ -10,9 +10,9 @@ constexpr int kRows = 16, kColumns = kAligned ? 4 / sizeof(Bits) : 1;  // rows a
 
 // The arguments of amax_hadamard_kernel.
 struct AmaxHadamardArguments {
-  const void* x;  // rows x columns elements, contiguous
-  u32* amax;      // bits of float32, set to 0 before
-  i64 rows, columns;
+  const void* x;      // rows x columns elements, contiguous
+  u32* amax;          // bits of float32, set to 0 before
+  i64 rows, columns;  // of x
 };
 
 // Return the float32 bits of the largest magnitude in the patch at x after the Hadamard transform of its columns. Only

@@ -11,11 +11,11 @@ constexpr int kClipRun = sizeof(typename In::Bits) + sizeof(typename GradIn::Bit
 
 // The arguments of clip_kernel.
 struct ClipArguments {
-  const void* grad;   // count elements of the gradient's type, contiguous
-  const void* x;      // count elements of x's type
-  const float* amax;  // one amax per `covered` consecutive elements
-  void* out;          // count elements of the gradient's type
-  i64 count, covered;
+  const void* grad;    // count elements of the gradient's type, contiguous
+  const void* x;       // count elements of x's type
+  const float* amax;   // one amax per `covered` consecutive elements
+  void* out;           // count elements of the gradient's type
+  i64 count, covered;  // all elements, and elements per amax
 };
 
 // Change a run in place: set an element to +0 if its flag in `inside` is false. The other elements keep their bits.

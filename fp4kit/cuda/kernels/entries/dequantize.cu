@@ -18,14 +18,14 @@
 
 // The arguments of dequantize_kernel. "null" means that the pointer is nullptr in that case.
 struct DequantizeArguments {
-  const u8* packed;
-  const u8* scales;           // in R's layout (null without block scales)
-  void* values;               // rows x columns elements of the output type
+  const u8* packed;           // codes, at a multiple of 16 bytes
+  const u8* scales;           // block scales in the layout R::kLayout, at a multiple of 16 bytes (null without them)
+  void* values;               // rows x columns elements of the output type, at a multiple of 16 bytes
   const float* tensor_scale;  // one, one per row or one per block (R::kTensorScaling); null without tensor scale
   const float* tensor_amax;   // one amax per tensor scale, if known (null otherwise); from implied_amax_kernel if per
                               // row or block
-  i64 rows, columns;
-  i64 ahead;  // how many steps ahead codes are prefetched into the L2 cache
+  i64 rows, columns;          // of the values; 1 row of all values if scales are linear and none belongs to a row
+  i64 ahead;                  // how many steps ahead codes are prefetched into the L2 cache
 };
 
 // Either<kFirst, First, Second>::Type is First if kFirst, and otherwise Second.

@@ -11,8 +11,8 @@
 
 // The arguments of swizzle_kernel.
 struct SwizzleArguments {
-  const u8* in;
-  u8* out;
+  const u8* in;                 // block scales in the old layout
+  u8* out;                      // block scales in the new layout
   i64 matrices, rows, columns;  // rows and columns of scales, without padding
 };
 

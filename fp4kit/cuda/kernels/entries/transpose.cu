@@ -19,9 +19,9 @@ constexpr int kBlocksPerMultiprocessor = kLinear ? 3 : 4;  // 5 would spill regi
 
 // The arguments of transpose_kernel.
 struct TransposeArguments {
-  const u8 *codes, *scales;
-  u8 *codes_out, *scales_out;
-  i64 matrices, rows, columns;  // rows and columns are counted in codes
+  const u8 *codes, *scales;     // codes of matrices x rows x columns elements, and their block scales
+  u8 *codes_out, *scales_out;   // those of matrices x columns x rows elements
+  i64 matrices, rows, columns;  // of codes; rows and columns are counted in elements
 };
 
 // Return the address of the shared memory for a tile of codes of kBits bits. Every call in one kernel returns the same

@@ -13,14 +13,14 @@
 // The arguments of quantize_columns.cu. "null" means that the pointer is nullptr in that case.
 struct PatchArguments {
   const void* x;                      // rows x columns elements, contiguous
-  u8 *packed, *scales;                // codes and block scales along rows (null: not wanted)
-  u8 *column_packed, *column_scales;  // codes and block scales along columns: columns x rows (null: not wanted)
+  u8 *packed, *scales;                // codes and block scales along rows; zeros before if swizzled (null: not wanted)
+  u8 *column_packed, *column_scales;  // the same along columns, for the transpose of x (null: not wanted)
   void* values;                       // fake_quantize of square blocks: elements of x's type (null otherwise)
-  const float* tensor_amax;           // one amax (null without tensor scale)
-  float *tensor_scale, *column_tensor_scale;
-  float *amax_out, *column_amax_out;  // receive copies of tensor_amax (null: no copy)
-  i64 rows, columns;
-  i64 shift;  // a band has 2^shift rows of tiles
+  const float* tensor_amax;           // one amax; written if the kernel computes it (null without tensor scale)
+  float *tensor_scale, *column_tensor_scale;  // the decode scale of each result (null: not wanted, or none)
+  float *amax_out, *column_amax_out;          // receive copies of tensor_amax (null: no copy)
+  i64 rows, columns;                          // of x
+  i64 shift;                                  // a band has 2^shift rows of tiles
 };
 
 constexpr int kTileRows = 128;

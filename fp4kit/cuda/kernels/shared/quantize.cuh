@@ -13,16 +13,19 @@
 // "null" means that the pointer is nullptr in that case.
 struct QuantizeArguments {
   const void* x;             // rows x columns elements, contiguous
-  u8* packed;                // codes (null for fake_quantize)
-  u8* scales;                // block scales in R's layout (null without block scales)
+  u8* packed;                // codes, in the order of the elements (null for fake_quantize)
+  u8* scales;                // block scales in the layout R::kLayout; zeros before if swizzled (null without them)
   void* values;              // fake_quantize: elements of x's type (null otherwise)
-  const float* tensor_amax;  // one, one per row or one per block (R::kTensorScaling); null without tensor scale
-  float* tensor_scale;       // the decode scales, one per tensor_amax (null for fake_quantize)
+  const float* tensor_amax;  // one, one per row or one per block, as tensor scales; written if the kernel computes it
+                             // (null without tensor scale)
+  float* tensor_scale;       // the decode scales; read if scales are given (null for fake_quantize, or without them)
   const float* block_amax;   // calibrated amaxes of all blocks (null: computed from x)
-  const u8* random;          // random bytes of all elements (null: generated from the seed)
+  const u8* random;          // a random byte per element, or a float32 for ComfyUI (null: generated from the seed)
   float* amax_out;           // receives a copy of tensor_amax (null: no copy)
-  u64 seed, counter;         // counter: index of x's first group of 16 elements in the seed's stream
-  i64 rows, columns;
+  u64 seed;                  // the seed of stochastic rounding
+  u64 counter;               // index of x's first group of 16 elements in the seed's stream
+  i64 rows;                  // the rows of x; 1 if all elements are one row, without blocks and scales of rows
+  i64 columns;               // elements per row
 };
 
 // Store the decode scale of t in a.tensor_scale[i]. If a.amax_out is not nullptr, also store in a.amax_out[i] the
