@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from itertools import product
 from operator import index
@@ -52,7 +52,7 @@ class Field(NamedTuple):
     value: int
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Kernel:
     """A kernel, and how fp4kit launches it for one matrix.
 
@@ -80,7 +80,11 @@ class Kernel:
     cluster: int
     options: tuple[str, ...]
     fields: tuple[Field, ...]
-    _instantiation: str = field(repr=False)
+    _instantiation: str
+
+    def __repr__(self) -> str:
+        """Return the call to `source`, the name, and the size of the launch."""
+        return f"Kernel({self.call}: {self.name}, grid {self.grid}, block {self.block})"
 
     @property
     def source(self) -> str:

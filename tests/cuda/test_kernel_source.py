@@ -386,6 +386,11 @@ def test_wrong_values_of_fields(values, message):
         fp4kit.cuda.source("tensor_amax", "nvfp4-te").pack(**values)
 
 
+def test_the_repr_names_the_call():
+    shown = "Kernel(source('quantize', 'nvfp4-te', 'bfloat16', 'sm_90', shape=(4096, 4096)): quantize_kernel, grid 2048"
+    assert repr(fp4kit.cuda.kernels("nvfp4-te")[0]).startswith(shown)
+
+
 def test_the_declaration_is_the_struct():
     """The offsets of a C compiler are those of pack(), whose bytes every other test compares."""
     kernel = fp4kit.cuda.source("quantize", "nvfp4-te", shape=(64, 256))
