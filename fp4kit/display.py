@@ -15,7 +15,6 @@ from fp4kit.formats import IntegerOrFloat
 from fp4kit.layouts import unpack, unswizzle_scales
 from fp4kit.quantized.container import PARTS, Quantized
 from fp4kit.recipes import ALIASES, PRODUCER_ALIASES, Recipe
-from fp4kit.recipes.schema import tensor_scale_dtype
 from fp4kit.recipes.table import is_listed
 
 Row = tuple[str, ...]
@@ -322,18 +321,13 @@ def recipe_panel(r: Recipe) -> Panel:
     """Return the panel of a recipe: its aliases, formats, rules and sources, and all other fields that are not
     default.
     """
-    block = f"{r.block[0]} x {r.block[1]} block" if r.block else "block"
-    dtype = tensor_scale_dtype(r)
-    covered = {"tensor": f"{dtype} per tensor", "row": f"{dtype} per row", "block": f"{dtype} per {block}"}
-    scales = [f"{r.scale} per {block}" if r.scale else "", covered.get(r.tensor_scaling, "")]
-    scales = [f"{level.format} per {level.columns} columns" for level in r.levels] or scales
     formulas = f"fp4kit.explain(x, {r.id!r}, index) applies them step by step" if is_listed(r) else ""
     names = [name for name, target in ALIASES.items() if target == r.id]
     kind = "in the table" if is_listed(r) else "a variant, not in the table"
     facts = [
         ("recipe", f"{kind}, also called {', '.join(names)}" if names else kind),
         ("elements", f"{r.element}, {r.element.bits} bits, up to {r.element.max:g}"),
-        ("scales", ", ".join(filter(None, scales))),
+        ("scales", ", ".join(map(str, r.scale_levels))),
         *_rules(r),
         *(() if r.specification_only else (("formulas", formulas),)),
         ("exact", r.exact),

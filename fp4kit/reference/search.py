@@ -16,8 +16,9 @@ import numpy as np
 from fp4kit.formats import E2M1, E4M3, E8M0
 from fp4kit.recipes import Recipe, rules
 from fp4kit.recipes.schema import searching
-from fp4kit.reference.arith import ONE, Array, Dtype, divide_full, fma, log2, sum_halves, sum_lanes
+from fp4kit.reference.arith import ONE, Array, Dtype, divide_full, fma, log2, round_to, sum_halves, sum_lanes
 from fp4kit.reference.arith import power as raised
+from fp4kit.reference.ascend import amax_of_ceil_x, ceil_x_exponent, msmodelslim_ceil_x, squared_error
 from fp4kit.reference.block_rules import BLOCK_RULES
 from fp4kit.reference.codec import block_amax, decode, encode, is_per_expert, part_for_matrix, stack, tiles, untraced
 from fp4kit.reference.dequantize import dequantize_tile
@@ -452,6 +453,38 @@ def search_quest(x: Array, amax: Array, tensor: TensorScale, recipe: Recipe, dty
     return np.where(usual, np.ldexp(np.float32(1), exponent + recipe.element.emax), np.float32(np.nan))
 
 
+CEIL_X_CONSTANTS = np.arange(24, 49, dtype=np.float32) / np.float32(4)  # 6, 6.25 to 12
+
+
+def ceil_x_constant(x: Array, recipe: Recipe, hadamard: int | None = None) -> tuple[np.float32, Array]:
+    """Return (c, block amaxes): the constant that msmodelslim's search of ceil_x chooses for x (M, K), and its amaxes.
+
+        c = the first constant whose mean over the whole of x of (element - value)^2 is smallest
+        scale = the power of two at or above amax / c
+
+    Errors are rounded to the dtype of x, T, after every operation. The mean is T(sum / count). The sum is computed in
+    float64 and rounded to float32, while PyTorch adds float32 numbers in an order of its own. If every mean is infinite
+    or NaN, c is 6. Source: msmodelslim AutoWeightQuantizer, ceil_x.
+    """
+    dtype, size = x.dtype, recipe.block_size
+    sums, amaxes = np.zeros(len(CEIL_X_CONSTANTS)), np.zeros((len(x), x.shape[1] // size), np.float32)
+    for rows, columns in tiles(x.shape, recipe.block):
+        tile = widen(x[rows, columns], hadamard)
+        blocks = tile.reshape(len(tile), -1, size)
+        amax = amaxes[rows, columns.start // size : columns.stop // size] = np.abs(blocks).max(-1)
+        for i, constant in enumerate(CEIL_X_CONSTANTS):
+            found = msmodelslim_ceil_x(blocks, amax, recipe, dtype, constant)
+            sums[i] += squared_error(blocks, found, dtype).sum(dtype=np.float64)
+    means = round_to(sums.astype(np.float32) / np.float32(x.size), dtype)
+    return CEIL_X_CONSTANTS[np.where(np.isfinite(means), means, np.float32(np.inf)).argmin()], amaxes
+
+
+def search_msmodelslim_ceil_x(x: Array, recipe: Recipe, hadamard: int | None) -> Array:
+    """Return block amaxes that give the scales of msmodelslim's search by the rule: float32 (M, blocks)."""
+    constant, amaxes = ceil_x_constant(x, recipe, hadamard)
+    return amax_of_ceil_x(ceil_x_exponent(amaxes, constant, x.dtype))
+
+
 SEARCHES: dict[str, Callable[..., Array]] = {name: globals()[f"search_{name}"] for name in rules.SEARCHES}
 
 
@@ -475,8 +508,11 @@ def searched(call: Any, amax: Array | None) -> Any:
     call: a call whose recipe has a search and whose array is not empty.
     amax: the tensor amax, or None if the recipe has no tensor scale.
     """
-    search = partial(search_matrix, recipe=call.recipe, hadamard=call.mask)
-    with untraced():
+    r, search = call.recipe, partial(search_matrix, recipe=call.recipe, hadamard=call.mask)
+    with untraced(), np.errstate(all="ignore"):
+        if rules.SEARCHES[r.search].block_rule:  # one choice for the whole array
+            found = SEARCHES[r.search](call.moved.reshape(-1, call.moved.shape[-1]), r, call.mask)
+            return call._replace(block_amax=found.reshape(*call.moved.shape[:-1], -1))
         return call._replace(block_amax=chosen_amaxes(call, amax, search))
 
 
