@@ -16,6 +16,7 @@ from fp4kit.layouts import unpack, unswizzle_scales
 from fp4kit.quantized.container import PARTS, Quantized
 from fp4kit.recipes import ALIASES, PRODUCER_ALIASES, Recipe
 from fp4kit.recipes.table import is_listed
+from fp4kit.reference.codec import exponent_bits
 
 Row = tuple[str, ...]
 _BAR = 32  # length of the longest bar, in characters
@@ -266,6 +267,7 @@ def quantized_panel(q: Quantized) -> Panel:
     if q.block_scale is not None:
         rows, columns = q.recipe.block or (1, 1)
         facts.append(("block scales", f"{q.recipe.scale}, one per {rows} x {columns} elements, {q.scale_layout}"))
+    facts += _other_levels(q) if q.recipe.levels else []
     finite = found.scales[np.isfinite(found.scales)]
     if finite.size and found.counts.sum() > 1:
         facts.append(("scales", f"{finite.min():.6g} to {finite.max():.6g}"))
@@ -281,6 +283,24 @@ def quantized_panel(q: Quantized) -> Panel:
         facts.append(("note", "codes are not zero although tensor_amax is 0: x holds NaN, or tensor_amax was passed"))
     bars = by_exponent(found.scales, found.counts) if found.counts.sum() > 1 else ()
     return Panel(f"Quantized {q.recipe.id}", tuple(facts), heading="scales by exponent", bars=bars)
+
+
+def _other_levels(q: Quantized) -> list[tuple[str, str]]:
+    """Return a (name, text) pair for each level of a hierarchical recipe other than the block scales."""
+    r, facts = q.recipe, []
+    if r.tensor_scaling == "block":
+        outer = import_to_host("statistics", scales=q.tensor_scale)
+        facts.append(
+            (
+                "outer scales",
+                f"{r.levels[0].format}, one per 1 x {r.tensor_columns} elements, {outer.min():.6g} to {outer.max():.6g}",
+            )
+        )
+    stored = import_to_host("statistics", scales=q.block_scale).reshape(-1, q.scale_shape[-1])
+    for level, bits in zip(r.exponent_levels, exponent_bits(stored, r), strict=True):
+        text = f"one per 1 x {level.columns} elements, {share(int(bits.sum()), bits.size)} set"
+        facts.append(("exponent bits", text))
+    return facts
 
 
 def text_of(q: Quantized) -> str:

@@ -60,6 +60,10 @@ class Level(NamedTuple):
     columns: int
     format: str
 
+    def __repr__(self) -> str:
+        """Return the pair (columns, format) as a tuple shows it."""
+        return repr(tuple(self))
+
 
 class ScaleLevel(NamedTuple):
     """One level of scales of any recipe, as Recipe.scale_levels returns it.
@@ -84,12 +88,12 @@ class ScaleLevel(NamedTuple):
         return f"{self.format} per {self.rows} x {self.columns} block"
 
 
-def as_levels(id: object, levels: Any) -> tuple[Level, ...]:
+def as_levels(name: str, levels: Any) -> tuple[Level, ...]:
     """Return the field Recipe.levels in its standard form. Raise TypeError unless it holds pairs (int, str)."""
     found = tuple(levels) if isinstance(levels, (tuple, list)) else (levels,)
     for level in found:
         if not isinstance(level, (tuple, list)) or [type(part) for part in level] != [int, str]:
-            raise TypeError(f"Recipe {id}: levels is {levels!r:.80}; needs pairs (columns, format), outermost first")
+            raise TypeError(f"{name} is {levels!r:.80}; needs pairs (columns, format), outermost first")
     return tuple(Level(*level) for level in found)
 
 
@@ -99,7 +103,7 @@ _SPECIFIED = (
     *("explain", "plot.block", "plot.error_against_scale"),
 )
 # The operations that work for a Quantized with several levels of scales
-_LEVELED = ("dequantize", "Quantized", "equals", "compare", "statistics")
+_LEVELED = ("dequantize", "Quantized", "equals", "compare", "statistics", "identify", "plot.histogram")
 
 
 def check_engines(op: str, r: Recipe) -> None:
@@ -231,7 +235,7 @@ class Recipe:
         object.__setattr__(self, "versions", as_versions(self.id, self.versions))
         object.__setattr__(self, "block", as_block(self.id, self.block))
         object.__setattr__(self, "scale_max", as_integer(self.id, "scale_max", self.scale_max))
-        object.__setattr__(self, "levels", as_levels(self.id, self.levels))
+        object.__setattr__(self, "levels", as_levels(f"Recipe {self.id}: levels", self.levels))
         if self.nan_code is not None:
             object.__setattr__(self, "nan_code", as_integer(self.id, "nan_code", self.nan_code))
         check_recipe(self)

@@ -272,14 +272,16 @@ def custom_recipe(
     if not isinstance(tensor_scale, bool):
         raise TypeError(f"custom_recipe: tensor_scale is {tensor_scale!r:.60}; needs True or False")
     fields: dict[str, Any] = {"source": "custom", "exact": "", "amax_nan": "propagate"}
+    outer = ""
     if levels is not None:
-        fields["levels"], scale, columns = _levels(id, levels, scale)
-        block = columns if block is None else block
+        fields["levels"], scale, columns = _levels(levels, scale)
+        outer, block = fields["levels"][0].format, columns if block is None else block
     block = 32 if block is None else block
     fields["block"] = (1, block) if isinstance(block, int) and not isinstance(block, bool) else block
     if isinstance(scale, ElementFormat):
         fields |= {"scale": scale, "block_rule": f"amax{_SUFFIXES[scale_rounding]}"}
-        outer = fields["levels"][0].format if levels is not None else ""
+        if tensor_scale and outer in _FLOATS:
+            raise ValueError(f"custom_recipe: tensor_scale is True, but levels begins with {outer!r}; leave out one")
         if tensor_scale:
             fields |= {"tensor_scaling": "tensor", "tensor_rule": "amax"}
         elif outer in _FLOATS:
@@ -311,19 +313,19 @@ def _float_rule(scale: str, scale_rounding: str) -> str:
     return "amax" if scale == "float32" else f"amax_{scale}{_SUFFIXES[scale_rounding]}"
 
 
-def _levels(id: object, given: Any, scale: Any) -> tuple[tuple[Level, ...], ElementFormat, int]:
+def _levels(given: Any, scale: Any) -> tuple[tuple[Level, ...], ElementFormat, int]:
     """Return (levels, the format of the block scales, its columns) from the arguments levels and scale."""
     op, pairs = "custom_recipe: levels", given if isinstance(given, (tuple, list)) else (given,)
-    if not all(isinstance(pair, (tuple, list)) and len(pair) == 2 for pair in pairs):
-        raise TypeError(f"{op} is {given!r:.80}; needs pairs (columns, format), outermost first")
-    formats = {each.name: each for _, each in pairs if isinstance(each, ElementFormat)}
-    levels = as_levels(id, [(n, each.name if isinstance(each, ElementFormat) else each) for n, each in pairs])
+    are_pairs = all(isinstance(pair, (tuple, list)) and len(pair) == 2 for pair in pairs)
+    formats = {each.name: each for _, each in (pairs if are_pairs else ()) if isinstance(each, ElementFormat)}
+    names = [(n, getattr(each, "name", each)) for n, each in pairs] if are_pairs else given
+    levels = as_levels(op, names)
     of_scale = [level for level in levels if level.format not in (*_FLOATS, "exponent1")]
     if len(of_scale) != 1:
         needed = "one level with a format of at most 8 bits, such as (32, 'E8M0')"
         raise ValueError(f"{op} has {len(of_scale)} formats of block scales; needs {needed}")
     columns, name = of_scale[0]
-    found = formats.get(name) or (_BY_NAME.get(name) if scale is None else scale)
+    found = formats.get(name) or (scale if getattr(scale, "name", None) == name else _BY_NAME.get(name))
     if found is None:
         raise ValueError(f"{op} names the format {name!r}; needs an ElementFormat, or one of {', '.join(_BY_NAME)}")
     if scale is not None and scale != found:

@@ -284,7 +284,8 @@ def scaled_msmodelslim(blocks: Array, outer: Array, r: Recipe, dtype: Dtype, ama
     if r.levels:
         blocks, dtype = show(f"element / scale per {r.tensor_columns}", blocks / outer[..., None]), FLOAT32
         amax = None if amax is None else amax / outer
-    amax = show("block amax", np.abs(blocks).max(-1) if amax is None else amax)
+    name = "amax of the searched scale" if r.search else "block amax"
+    amax = show(name, np.abs(blocks).max(-1) if amax is None else amax)
     return SCALED[str(r.block_rule)](blocks, amax, r, dtype)
 
 
@@ -303,11 +304,12 @@ def quantize_whole(
     if r.scale == E6M2:
         return quantize_hif4(blocks, r, amax)
     found, e = scaled_msmodelslim(blocks, outer, r, dtype, amax), r.element
+    bytes_ = np.where(np.isfinite(found.exponent), found.exponent + 127, 0).astype(np.int64).astype(np.uint8)
+    scales = show("block scale", bytes_, E8M0)
     size = np.where(np.isfinite(found.values), np.abs(found.values), ZERO)
     codes = np.searchsorted(e.magnitudes, size).astype(np.uint8)
     if e.specials != "none":
         codes = np.where(np.isfinite(found.values), codes, np.uint8(e.nan_code))
     negative = np.signbit(found.values) | np.isnan(found.values)
     codes = codes | np.where(negative, np.uint8(e.sign_bit), np.uint8(0))
-    bytes_ = np.where(np.isfinite(found.exponent), found.exponent + 127, 0).astype(np.int64).astype(np.uint8)
-    return show("code", codes, e), show("block scale", bytes_, E8M0)
+    return show("code", codes, e), scales

@@ -292,17 +292,22 @@ def joined_scales(codes: Array, exponents: list[Array]) -> Array:
     return np.concatenate([codes[..., None], packed], axis=-1).reshape(len(codes), -1)
 
 
-def split_scales(stored: Array, recipe: Recipe) -> tuple[Array, Array]:
-    """Return the scale codes (m, blocks), and 2^(set exponent bits) of every element (m, blocks, block).
+def exponent_bits(stored: Array, recipe: Recipe) -> list[Array]:
+    """Return the bits (m, blocks, groups) of each level, from the bytes of block_scale: the inverse of joined_scales.
 
-    stored: the bytes of block_scale, as joined_scales returns them.
+    stored: (m, blocks * bytes).
     """
-    entries, start = stored.reshape(len(stored), -1, recipe.scale_bytes), 0
-    bits, powers = np.unpackbits(entries[..., 1:], axis=-1), np.ones(1, np.float32)
-    for level in recipe.exponent_levels:
-        stop = start + recipe.block_size // level.columns
-        powers, start = powers_of(bits[..., start:stop], level.columns) * powers, stop
-    return entries[..., 0], powers
+    bits = np.unpackbits(stored.reshape(len(stored), -1, recipe.scale_bytes)[..., 1:], axis=-1)
+    ends = np.cumsum([recipe.block_size // level.columns for level in recipe.exponent_levels])
+    return np.split(bits, ends, axis=-1)[:-1]
+
+
+def split_scales(stored: Array, recipe: Recipe) -> tuple[Array, Array]:
+    """Return the scale codes (m, blocks), and 2^(set exponent bits) of every element (m, blocks, block)."""
+    powers = np.ones(1, np.float32)
+    for level, bits in zip(recipe.exponent_levels, exponent_bits(stored, recipe), strict=True):
+        powers = powers * powers_of(bits, level.columns)
+    return stored[:, :: recipe.scale_bytes], powers
 
 
 TILE_ELEMENTS = 1 << 15  # few enough that the temporary arrays fit in the cache and take only a few MiB
