@@ -267,7 +267,7 @@ def quantized_panel(q: Quantized) -> Panel:
     if q.block_scale is not None:
         rows, columns = q.recipe.block or (1, 1)
         facts.append(("block scales", f"{q.recipe.scale}, one per {rows} x {columns} elements, {q.scale_layout}"))
-    facts += _other_levels(q) if q.recipe.levels else []
+    facts += _other_levels(q) if q.recipe.levels and q.packed.size else []
     finite = found.scales[np.isfinite(found.scales)]
     if finite.size and found.counts.sum() > 1:
         facts.append(("scales", f"{finite.min():.6g} to {finite.max():.6g}"))
@@ -290,12 +290,8 @@ def _other_levels(q: Quantized) -> list[tuple[str, str]]:
     r, facts = q.recipe, []
     if r.tensor_scaling == "block":
         outer = import_to_host("statistics", scales=q.tensor_scale)
-        facts.append(
-            (
-                "outer scales",
-                f"{r.levels[0].format}, one per 1 x {r.tensor_columns} elements, {outer.min():.6g} to {outer.max():.6g}",
-            )
-        )
+        text = f"one per 1 x {r.tensor_columns} elements, {outer.min():.6g} to {outer.max():.6g}"
+        facts.append(("outer scales", f"{r.levels[0].format}, {text}"))
     stored = import_to_host("statistics", scales=q.block_scale).reshape(-1, q.scale_shape[-1])
     for level, bits in zip(r.exponent_levels, exponent_bits(stored, r), strict=True):
         text = f"one per 1 x {level.columns} elements, {share(int(bits.sum()), bits.size)} set"

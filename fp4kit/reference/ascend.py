@@ -180,7 +180,7 @@ class Scaled(NamedTuple):
         return self.values * round_to(_exp2(self.exponent), dtype)[..., None]
 
 
-def _under(blocks: Array, exponent: Array, r: Recipe, dtype: Dtype) -> Scaled:
+def under_power(blocks: Array, exponent: Array, r: Recipe, dtype: Dtype) -> Scaled:
     """Return MXFP4 blocks under 2^exponent: ties away from zero, computed in float32."""
     power = show("factor to divide by", round_to(_exp2(exponent), dtype))[..., None]
     scaled = show("element / factor", blocks / power)
@@ -195,12 +195,12 @@ def _log2_amax(amax: Array, divisor: float, dtype: Dtype) -> Array:
 
 def _msmodelslim(blocks: Array, amax: Array, r: Recipe, dtype: Dtype) -> Scaled:
     """Scale by the power of two at or below amax / 3.5, computed as floor(log2(amax / 0.875 + 9.6e-7)) - 2."""
-    return _under(blocks, np.clip(np.floor(_log2_amax(amax, 0.875, dtype)) - np.float32(2), -129, 125), r, dtype)
+    return under_power(blocks, np.clip(np.floor(_log2_amax(amax, 0.875, dtype)) - np.float32(2), -129, 125), r, dtype)
 
 
 def msmodelslim_ceil_x(blocks: Array, amax: Array, r: Recipe, dtype: Dtype, constant: float = CEIL_X) -> Scaled:
     """Scale by the power of two at or above amax / constant."""
-    return _under(blocks, ceil_x_exponent(amax, constant, dtype), r, dtype)
+    return under_power(blocks, ceil_x_exponent(amax, constant, dtype), r, dtype)
 
 
 def ceil_x_exponent(amax: Array, constant: float, dtype: Dtype) -> Array:
@@ -235,7 +235,7 @@ def _msmodelslim_4over6(blocks: Array, amax: Array, r: Recipe, dtype: Dtype) -> 
         odd = np.where(below % 2 == 0, below + 1, below)  # a logarithm halfway goes to the odd neighbor
         near = np.where(fraction < r_(HALF - margin), below, odd)
         exponent = np.where(fraction > r_(HALF + margin), below + 1, near)
-        found.append(_under(blocks, np.where(np.isinf(log), log, exponent).astype(np.float32), r, dtype))
+        found.append(under_power(blocks, np.where(np.isinf(log), log, exponent).astype(np.float32), r, dtype))
     six, four = found
     return _smaller(six, four, ~(_error(blocks, four, dtype) >= _error(blocks, six, dtype)))
 

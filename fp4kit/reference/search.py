@@ -18,7 +18,7 @@ from fp4kit.recipes import Recipe, rules
 from fp4kit.recipes.schema import searching
 from fp4kit.reference.arith import ONE, Array, Dtype, divide_full, fma, log2, round_to, sum_halves, sum_lanes
 from fp4kit.reference.arith import power as raised
-from fp4kit.reference.ascend import amax_of_ceil_x, ceil_x_exponent, msmodelslim_ceil_x, squared_error
+from fp4kit.reference.ascend import amax_of_ceil_x, ceil_x_exponent, squared_error, under_power
 from fp4kit.reference.block_rules import BLOCK_RULES
 from fp4kit.reference.codec import block_amax, decode, encode, is_per_expert, part_for_matrix, stack, tiles, untraced
 from fp4kit.reference.dequantize import dequantize_tile
@@ -472,9 +472,13 @@ def ceil_x_constant(x: Array, recipe: Recipe, hadamard: int | None = None) -> tu
         tile = widen(x[rows, columns], hadamard)
         blocks = tile.reshape(len(tile), -1, size)
         amax = amaxes[rows, columns.start // size : columns.stop // size] = np.abs(blocks).max(-1)
-        for i, constant in enumerate(CEIL_X_CONSTANTS):
-            found = msmodelslim_ceil_x(blocks, amax, recipe, dtype, constant)
-            sums[i] += squared_error(blocks, found, dtype).sum(dtype=np.float64)
+        lowest = ceil_x_exponent(amax, CEIL_X_CONSTANTS[-1], dtype)
+        steps = [np.nan_to_num(ceil_x_exponent(amax, c, dtype) - lowest).astype(int) for c in CEIL_X_CONSTANTS]
+        errors = []  # per block, for each exponent that a constant gives, of which there are few
+        for step in range(int(np.max(steps)) + 1):
+            found = under_power(blocks, lowest + np.float32(step), recipe, dtype)
+            errors.append(squared_error(blocks, found, dtype).sum(-1, dtype=np.float64))
+        sums += [np.choose(step, errors).sum() for step in steps]
     means = round_to(sums.astype(np.float32) / np.float32(x.size), dtype)
     return CEIL_X_CONSTANTS[np.where(np.isfinite(means), means, np.float32(np.inf)).argmin()], amaxes
 

@@ -157,7 +157,7 @@ def test_drawn_levels_are_right_or_refused(seed):
     for _ in range(32):
         given = drawn(rng)
         if not is_allowed(**given):
-            with pytest.raises((ValueError, TypeError), match="levels|block|scale|columns"):
+            with pytest.raises((ValueError, TypeError), match=r"levels|block|scale|columns"):
                 fp4kit.custom_recipe("drawn", **given)
             continue
         accepted += 1
@@ -254,3 +254,88 @@ def test_other_levels_are_refused_by_name(name):
     with pytest.raises((ValueError, TypeError)) as raised:
         fp4kit.custom_recipe("mine", **{"element": E2M1} | given)
     assert message in str(raised.value) and str(raised.value).startswith("custom_recipe: ")
+
+
+CHANGED = {
+    "other columns": ({"levels": ((96, "float32"), (32, "E8M0"))}, None),
+    "another rounding": ({"rounding": "rz", "sign": "negative", "amax_nan": "ignore"}, None),
+    "16 bits": ({"levels": ((512, "bfloat16"), (32, "E8M0")), "tensor_rule": "amax_bfloat16_up"}, None),
+    "the rule of another type": ({"tensor_rule": "amax_float16"}, "needs float16, E8M0, then any number"),
+    "no outer level": ({"tensor_scaling": "none", "tensor_rule": None}, "needs E8M0, then any number of exponent1"),
+    "one scale per row": ({"tensor_scaling": "row"}, "needs E8M0, then any number of exponent1"),
+    "another block": ({"block": (1, 16)}, "block is (1, 16); needs (1, 32), as the level of E8M0 has"),
+    "another format": ({"scale": UE5M3}, "needs float32, UE5M3, then any number of exponent1"),
+    "lanes": ({"amax_nan": "lanes"}, "needs 'ignore' or 'propagate' with levels"),
+    "no levels": ({"levels": ()}, "block_rule 'amax' already gives each block a scale"),
+    "a rule of a producer": ({"block_rule": "e8m0_floor"}, "block_rule is 'e8m0_floor'; levels need 'amax'"),
+    "msmodelslim's rule": ({"block_rule": "e8m0_msmodelslim"}, "needs a rule for levels, such as 'e8m0_levels'"),
+    "a decoder of a producer": ({"decode_rule": "e8m0_levels"}, "needs 'product' with the amax rules"),
+}
+
+
+@together("name", tuple(CHANGED))
+def test_replaced_fields_are_right_or_refused(name):
+    r, (changes, message) = fp4kit.custom_recipe("dual", E2M1, levels=DUAL), CHANGED[name]
+    if message is not None:
+        with pytest.raises(ValueError) as raised:
+            replace(r, **changes)
+        assert message in str(raised.value)
+        return
+    r = replace(r, **changes)
+    q = fp4kit.quantize(X, r)
+    outer = r.levels[0].columns
+    amax = np.maximum.reduceat(np.abs(X), np.arange(0, 1024, outer), axis=1)
+    t = amax / F(6)
+    t = np.array([[narrowed(v, r.levels[0].format, "up") for v in row] for row in t])
+    assert_same_bits(q.tensor_scale, t)
+    t, blocks = np.repeat(t, outer // 32, 1)[:, :32], X.reshape(4, 32, 32)
+    s = E8M0.encode(np.abs(blocks).max(-1) / F(6) * (F(1) / t))
+    y = blocks * (F(1) / (E8M0.decode(s) * t))[..., None]
+    codes = E2M1.encode(y, r.rounding) & np.where(y < 0, 15, 7 if r.sign == "negative" else 15).astype(np.uint8)
+    assert_same_bits(q.block_scale, s)
+    assert_same_bits(fp4kit.unpack(q.packed).reshape(4, 32, 32), codes)
+
+
+def test_block_amaxes_give_the_scale_alone():
+    """Exponent bits follow from the elements under the scale of a given block amax."""
+    r = fp4kit.custom_recipe("hif4", E1M2, levels=HIF4)
+    amax = np.abs(X).reshape(4, 16, 64).max(-1)
+    q = fp4kit.quantize(X, r, block_amax=amax)
+    assert q.equals(fp4kit.quantize(X, r)) and amax.shape == (4, 16)
+    wide = fp4kit.quantize(X, r, block_amax=4 * amax)
+    assert (wide.block_scale[:, ::4] == q.block_scale[:, ::4] + 8).all() and not wide.block_scale[:, 1::4].any()
+    with pytest.raises(ValueError, match=r"block_amax has shape \(4, 64\); hif4 needs \(4, 16\)"):
+        fp4kit.fake_quantize(X, r, block_amax=np.ones((4, 64)))
+
+
+@pytest.mark.parametrize("id", fp4kit.recipes())
+def test_scale_levels_are_those_that_are_stored(id):
+    """The outermost level comes first, and each level has the number of scales that its size implies."""
+    r, x = fp4kit.recipe(id), np.ones((32, 512), F)
+    columns = [np.inf if level.columns is None else level.columns for level in r.scale_levels]
+    assert columns == sorted(columns, reverse=True) and all(str(level) in str(r) for level in r.scale_levels)
+    if r.fake_only:
+        return
+    q = fp4kit.quantize(x, r)
+    floats = [level for level in r.scale_levels if level.format in FLOATS]
+    bits = [level for level in r.scale_levels if level.format == "exponent1"]
+    codes = [level for level in r.scale_levels if level not in floats + bits]
+    assert len(floats) == (q.tensor_scale is not None) and len(codes) == (q.block_scale is not None)
+    for level in floats:
+        blocks = {(None, None): (), (1, None): (32,)}.get(level[:2]) or (32, 512 // (level.columns or 1))
+        assert q.tensor_scale.shape == (() if level.rows is None else blocks)
+    if codes:
+        (level,) = codes
+        assert level.format == r.scale.name and (level.rows, level.columns) == r.block
+        exponents = sum(level.columns // group.columns for group in bits)
+        assert q.block_scale.size == 32 * (512 // level.columns) * (1 + -(-exponents // 8))
+
+
+def test_an_engine_without_levels_leaves_them_to_the_specification():
+    for levels, more in ((DUAL, {}), (HIF4, {}), ([(32, "E4M3"), (8, "exponent1")], {"tensor_scale": True})):
+        r = fp4kit.custom_recipe("mine", E2M1, levels=levels, **more)
+        q = fp4kit.quantize(X, r)
+        with fp4kit.specification():
+            assert fp4kit.quantize(X, r).equals(q) and np.array_equal(fp4kit.dequantize(q), q.dequantize())
+        with pytest.raises(NotImplementedError, match="transpose: mine has"):
+            fp4kit.transpose(q)
