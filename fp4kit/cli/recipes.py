@@ -127,7 +127,7 @@ def _formats(args: argparse.Namespace, out: Output) -> int:
         out.table(tables.VALUE_COLUMNS, rows)
         out.document("formats.values/1", {"format": found.name, "values": _objects(tables.VALUE_COLUMNS, rows)})
         return DONE
-    body = {}
+    body: dict[str, Any] = {}
     for key, columns, rows in (
         ("formats", tables.FORMAT_COLUMNS, tables.format_rows()),
         ("block_formats", tables.BLOCK_COLUMNS, tables.block_rows()),

@@ -308,14 +308,14 @@ def _swept(x: np.ndarray, r: Recipe, q: Any) -> tuple[np.ndarray, np.ndarray]:
     codes = np.flatnonzero((r.scale.values > 0) & np.isfinite(r.scale.values)).astype(np.uint8)
     tensor = 1 if q.tensor_scale is None else float(np.squeeze(q.tensor_scale))
     if r.specification_only:
-        amaxes = r.scale.values[codes].astype(np.float64) * float(largest_element(r)) * tensor
-        amaxes = amaxes[(amaxes > 0) & (amaxes <= FLT_MAX)].astype(np.float32)[:, None]
+        wanted = r.scale.values[codes].astype(np.float64) * float(largest_element(r)) * tensor
+        amax = wanted[(wanted > 0) & (wanted <= FLT_MAX)].astype(np.float32)[:, None]
         scale = encoding_scale(q.tensor_scale, r, x.dtype)
-        rows = np.broadcast_to(x.astype(np.float32), (len(amaxes), len(x)))
+        rows = np.broadcast_to(x.astype(np.float32), (len(amax), len(x)))
         with np.errstate(all="ignore"):
-            packed, stored = quantize_tile(rows, r, scale, x.dtype, amaxes, None)
+            packed, stored = quantize_tile(rows, r, scale, x.dtype, amax, None)
             values = dequantize_tile(packed, stored, r, scale)
-        codes, places = np.unique(stored[:, 0], return_index=True)
+        codes, places = np.unique(np.asarray(stored)[:, 0], return_index=True)
         return r.scale.values[codes].astype(np.float64) * tensor, values[places]
     if isinstance(r.element, IntegerOrFloat):
         codes = np.concatenate([codes, codes | IF4_INTEGER_BIT])
