@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from fp4kit.arrays.imports import import_to_host
-from fp4kit.formats import FLT_MAX, IF4_INTEGER_BIT, ElementFormat, IntegerOrFloat
+from fp4kit.formats import IF4_INTEGER_BIT, ElementFormat, IntegerOrFloat
 from fp4kit.layouts import unpacked, unswizzle_scales
 from fp4kit.ops.compare import RecipeComparison
 from fp4kit.ops.explain import Explanation, explain
@@ -31,9 +31,7 @@ from fp4kit.plot.style import BLUE, GREY, MARKS, ORANGE, axes, without_frame
 from fp4kit.quantized.container import Quantized
 from fp4kit.quantized.slicing import on_host
 from fp4kit.recipes import Recipe, recipe_of
-from fp4kit.reference.dequantize import dequantize_tile
-from fp4kit.reference.quantize import quantize_tile
-from fp4kit.reference.tensor_rules import encoding_scale, largest_element
+from fp4kit.reference.search import under_every_scale
 from fp4kit.types import RecipeId
 
 __all__ = [
@@ -308,15 +306,8 @@ def _swept(x: np.ndarray, r: Recipe, q: Any) -> tuple[np.ndarray, np.ndarray]:
     codes = np.flatnonzero((r.scale.values > 0) & np.isfinite(r.scale.values)).astype(np.uint8)
     tensor = 1 if q.tensor_scale is None else float(np.squeeze(q.tensor_scale))
     if r.specification_only:
-        wanted = r.scale.values[codes].astype(np.float64) * float(largest_element(r)) * tensor
-        amax = wanted[(wanted > 0) & (wanted <= FLT_MAX)].astype(np.float32)[:, None]
-        scale = encoding_scale(q.tensor_scale, r, x.dtype)
-        rows = np.broadcast_to(x.astype(np.float32), (len(amax), len(x)))
-        with np.errstate(all="ignore"):
-            packed, stored = quantize_tile(rows, r, scale, x.dtype, amax, None)
-            values = dequantize_tile(packed, stored, r, scale)
-        codes, places = np.unique(np.asarray(stored)[:, 0], return_index=True)
-        return r.scale.values[codes].astype(np.float64) * tensor, values[places]
+        codes, values = under_every_scale(x, r, q.tensor_scale)
+        return r.scale.values[codes].astype(np.float64) * tensor, values
     if isinstance(r.element, IntegerOrFloat):
         codes = np.concatenate([codes, codes | IF4_INTEGER_BIT])
     rows = np.broadcast_to(x, (len(codes), len(x)))

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fp4kit.formats import E2M1, E4M3, E8M0
+from fp4kit.formats import E2M1, E4M3, E8M0, FLT_MAX
 from fp4kit.recipes import Recipe, rules
 from fp4kit.recipes.schema import searching
 from fp4kit.reference.arith import ONE, Array, Dtype, divide_full, fma, log2, round_to, sum_halves, sum_lanes
@@ -23,7 +23,7 @@ from fp4kit.reference.block_rules import BLOCK_RULES
 from fp4kit.reference.codec import block_amax, decode, encode, is_per_expert, part_for_matrix, stack, tiles, untraced
 from fp4kit.reference.dequantize import dequantize_tile
 from fp4kit.reference.quantize import quantize_tile, widen
-from fp4kit.reference.tensor_rules import TensorScale, tensor_scale
+from fp4kit.reference.tensor_rules import TensorScale, encoding_scale, largest_element, tensor_scale
 
 CODES = np.arange(1, 127, dtype=np.uint8)  # the positive E4M3 codes
 OWN_RULE = "modelopt_static"  # the block rule that makes the scale code of a block's own amax
@@ -490,6 +490,22 @@ def search_msmodelslim_ceil_x(x: Array, recipe: Recipe, hadamard: int | None) ->
 
 
 SEARCHES: dict[str, Callable[..., Array]] = {name: globals()[f"search_{name}"] for name in rules.SEARCHES}
+
+
+@np.errstate(all="ignore")
+def under_every_scale(x: Array, r: Recipe, outer: Array | None) -> tuple[Array, Array]:
+    """Return the codes of block scales, and the values (scales, block) of the block x under each of them.
+
+    The block is quantized with the amaxes from which the scales follow, under the tensor scale `outer`.
+    """
+    assert r.scale is not None
+    tensor = encoding_scale(outer, r, x.dtype)
+    amax = r.scale.magnitudes.astype(np.float64)[:, None] * float(largest_element(r)) * tensor.decode
+    amax = amax[((amax > 0) & (amax <= FLT_MAX))[:, 0]].astype(np.float32)
+    rows = np.broadcast_to(x.astype(np.float32), (len(amax), len(x)))
+    codes, scales = quantize_tile(rows, r, tensor, x.dtype, amax, None)
+    found, places = np.unique(np.asarray(scales)[:, 0], return_index=True)
+    return found, dequantize_tile(codes, scales, r, tensor)[places]
 
 
 @np.errstate(all="ignore")
