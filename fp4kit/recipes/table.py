@@ -230,7 +230,8 @@ def custom_recipe(
         levels: several levels of scales, outermost first, as pairs (columns, format). The columns of a level divide
             those of the level above. The formats are, in this order: "float32", "float16" or "bfloat16", at most once;
             the format of the block scales, an ElementFormat or the name of one of fp4kit.formats; "exponent1" for one
-            bit per group, any number of times. Level says how the scales are stored.
+            bit per group, any number of times. Numbers are stored in tensor_scale, and codes in block_scale. Bits are
+            stored in block_scale behind the code of their block, level by level, the first group in bit 7 of a byte.
 
     Returns:
         A Recipe, for all functions that accept a recipe. Use dataclasses.replace to change its other fields, such as

@@ -15,12 +15,17 @@ import fp4kit
 from fp4kit.checkpoint.containers.configs import WRITTEN
 from fp4kit.cuda.dispatch import check_formats
 from fp4kit.evidence.golden.check import check_recipe
-from fp4kit.formats import E6M2
+from fp4kit.formats import E2M1, E6M2, ElementFormat
 from fp4kit.recipes.table import ALL_RECIPES, from_spec, to_spec
 from fp4kit.reference.ascend import amax_of_ceil_x, ceil_x_exponent
 
 OURS = [id for id, r in ALL_RECIPES.items() if r.specification_only]
-LEVELED = ["hif4-amct", "hifx5-hifloat4", "mxfp4-msmodelslim-dual"]
+UE3M2 = ElementFormat("UE3M2", 3, 2, 3, signed=False)  # 5 bits, unlike the bytes of exponent bits
+LEVELED = {
+    **{id: fp4kit.recipe(id) for id in ("hif4-amct", "hifx5-hifloat4", "mxfp4-msmodelslim-dual")},
+    "own-dual": fp4kit.custom_recipe("own-dual", E2M1, levels=[(512, "float16"), (32, "E8M0")]),
+    "own-bits": fp4kit.custom_recipe("own-bits", E2M1, levels=[(64, UE3M2), (8, "exponent1")], tensor_scale=True),
+}
 X = np.random.default_rng(52).normal(size=(6, 1088)).astype(np.float32)
 
 
@@ -149,7 +154,7 @@ def test_dual_level_mxfp4_with_an_incomplete_outer_block():
 
 @pytest.mark.parametrize("id", LEVELED)
 def test_what_works_with_several_levels(id, tmp_path):
-    r, x = fp4kit.recipe(id), X[:, :1024]
+    r, x = LEVELED[id], X[:, :1024]
     q = fp4kit.quantize(x, r)
     values = fp4kit.fake_quantize(x, r)
     assert np.array_equal(q.dequantize(), values) and from_spec(to_spec(replace(r, id="own"))) == replace(r, id="own")
@@ -177,6 +182,8 @@ REFUSED = {
     "amax": lambda q: fp4kit.amax(X, q.recipe),
     "Contract": lambda q: fp4kit.Contract(weights=q.recipe),
     "quantize": lambda q: fp4kit.quantize(X, q.recipe, block_scale=q.block_scale, tensor_scale=q.tensor_scale),
+    "search_scales": lambda q: fp4kit.search_scales(X, q.recipe),
+    "fake_quantize_backward": lambda q: fp4kit.fake_quantize_backward(X, X, q.recipe),
     "quantize: scale_layout": lambda q: fp4kit.quantize(X, q.recipe, scale_layout="swizzled_128x4"),
     "Quantized: scale_layout": lambda q: replace(q, scale_layout="swizzled_128x4"),
 }
@@ -186,7 +193,7 @@ REFUSED = {
 @pytest.mark.parametrize("op", REFUSED)
 def test_other_operations_refuse_by_name(op, id):
     with pytest.raises(NotImplementedError, match=rf"{op}.*{id}"):
-        REFUSED[op](fp4kit.quantize(X, id))
+        REFUSED[op](fp4kit.quantize(X, LEVELED[id]))
 
 
 @pytest.mark.parametrize("id", OURS)
