@@ -152,8 +152,9 @@ def explain(
     """Show how a recipe quantizes one element of an array, step by step, as its producer computes it.
 
     The steps are the amaxes, the tensor scale, the block scale before and after rounding, the factor, the quotient or
-    product, the code, and the decoded value. Each has its number and its bits. Several recipes are shown side by side,
-    and the first step at which they differ is marked.
+    product, the code, and the decoded value. Each has its number and its bits. For hierarchical recipes, the scale of
+    each level is a step, such as "scale per 512", "block scale" and "exponent bit per 8". Several recipes are shown
+    side by side, and the first step at which they differ is marked.
 
     Args:
         x: float32, float16 or bfloat16 array, as for fp4kit.quantize. It is quantized as a whole: its other elements

@@ -142,14 +142,20 @@ def test_the_bytes_of_amct_come_back():
     assert np.isnan(q.dequantize()).sum() == 128 and (q.block_scale[:, ::4] == 255).sum() == 2
 
 
-def test_dual_level_mxfp4_with_an_incomplete_outer_block():
-    q = fp4kit.quantize(X, "mxfp4-msmodelslim-dual")
-    outer = np.stack([np.abs(X[:, i : i + 512]).max(1) for i in (0, 512, 1024)], 1) / np.float32(6)
-    assert np.array_equal(q.tensor_scale, outer) and q.block_scale.shape == (6, 34)
-    y = X / np.repeat(outer, 512, 1)[:, :1088]
-    inner = fp4kit.quantize(y, "mxfp4-msmodelslim")
+@pytest.mark.parametrize(("size", "block"), [(512, 32), (96, 32), (192, 64), (48, 16)])
+def test_dual_level_mxfp4_with_an_incomplete_outer_block(size, block):
+    """The first sizes are those of the producer. Recipes with other sizes are made by dataclasses.replace."""
+    r, single = fp4kit.recipe("mxfp4-msmodelslim-dual"), fp4kit.recipe("mxfp4-msmodelslim")
+    if size != 512:
+        r = replace(r, block=(1, block), levels=((size, "float32"), (block, "E8M0")))
+        single = replace(single, block=(1, block))
+    q = fp4kit.quantize(X, r)
+    outer = np.stack([np.abs(X[:, i : i + size]).max(1) for i in range(0, 1088, size)], 1) / np.float32(6)
+    assert np.array_equal(q.tensor_scale, outer) and q.block_scale.shape == (6, 1088 // block)
+    repeated = np.repeat(outer, size, 1)[:, :1088]
+    inner = fp4kit.quantize(X / repeated, single)
     assert np.array_equal(q.packed, inner.packed) and np.array_equal(q.block_scale, inner.block_scale)
-    assert np.array_equal(q.dequantize(), inner.dequantize() * np.repeat(outer, 512, 1)[:, :1088])
+    assert np.array_equal(q.dequantize(), inner.dequantize() * repeated)
 
 
 @pytest.mark.parametrize("id", LEVELED)
