@@ -15,8 +15,8 @@ from fp4kit.formats import IntegerOrFloat
 from fp4kit.layouts import unpack, unswizzle_scales
 from fp4kit.quantized.container import PARTS, Quantized
 from fp4kit.recipes import ALIASES, PRODUCER_ALIASES, Recipe
-from fp4kit.recipes.schema import tensor_scale_dtype
 from fp4kit.recipes.table import is_listed
+from fp4kit.reference.codec import exponent_bits
 
 Row = tuple[str, ...]
 _BAR = 32  # length of the longest bar, in characters
@@ -267,6 +267,7 @@ def quantized_panel(q: Quantized) -> Panel:
     if q.block_scale is not None:
         rows, columns = q.recipe.block or (1, 1)
         facts.append(("block scales", f"{q.recipe.scale}, one per {rows} x {columns} elements, {q.scale_layout}"))
+    facts += _other_levels(q) if q.recipe.levels and q.packed.size else []
     finite = found.scales[np.isfinite(found.scales)]
     if finite.size and found.counts.sum() > 1:
         facts.append(("scales", f"{finite.min():.6g} to {finite.max():.6g}"))
@@ -282,6 +283,20 @@ def quantized_panel(q: Quantized) -> Panel:
         facts.append(("note", "codes are not zero although tensor_amax is 0: x holds NaN, or tensor_amax was passed"))
     bars = by_exponent(found.scales, found.counts) if found.counts.sum() > 1 else ()
     return Panel(f"Quantized {q.recipe.id}", tuple(facts), heading="scales by exponent", bars=bars)
+
+
+def _other_levels(q: Quantized) -> list[tuple[str, str]]:
+    """Return a (name, text) pair for each level of a hierarchical recipe other than the block scales."""
+    r, facts = q.recipe, []
+    if r.tensor_scaling == "block":
+        outer = import_to_host("statistics", scales=q.tensor_scale)
+        text = f"one per 1 x {r.tensor_columns} elements, {outer.min():.6g} to {outer.max():.6g}"
+        facts.append(("outer scales", f"{r.levels[0].format}, {text}"))
+    stored = import_to_host("statistics", scales=q.block_scale).reshape(-1, q.scale_shape[-1])
+    for level, bits in zip(r.exponent_levels, exponent_bits(stored, r), strict=True):
+        text = f"one per 1 x {level.columns} elements, {share(int(bits.sum()), bits.size)} set"
+        facts.append(("exponent bits", text))
+    return facts
 
 
 def text_of(q: Quantized) -> str:
@@ -322,18 +337,13 @@ def recipe_panel(r: Recipe) -> Panel:
     """Return the panel of a recipe: its aliases, formats, rules and sources, and all other fields that are not
     default.
     """
-    block = f"{r.block[0]} x {r.block[1]} block" if r.block else "block"
-    dtype = tensor_scale_dtype(r)
-    covered = {"tensor": f"{dtype} per tensor", "row": f"{dtype} per row", "block": f"{dtype} per {block}"}
-    scales = [f"{r.scale} per {block}" if r.scale else "", covered.get(r.tensor_scaling, "")]
-    scales = [f"{level.format} per {level.columns} columns" for level in r.levels] or scales
     formulas = f"fp4kit.explain(x, {r.id!r}, index) applies them step by step" if is_listed(r) else ""
     names = [name for name, target in ALIASES.items() if target == r.id]
     kind = "in the table" if is_listed(r) else "a variant, not in the table"
     facts = [
         ("recipe", f"{kind}, also called {', '.join(names)}" if names else kind),
         ("elements", f"{r.element}, {r.element.bits} bits, up to {r.element.max:g}"),
-        ("scales", ", ".join(filter(None, scales))),
+        ("scales", ", ".join(map(str, r.scale_levels))),
         *_rules(r),
         *(() if r.specification_only else (("formulas", formulas),)),
         ("exact", r.exact),

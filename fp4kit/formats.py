@@ -819,10 +819,12 @@ E5M2 = ElementFormat("E5M2", 5, 2, 15, specials="ieee")
 E8M0 = ElementFormat("E8M0", 8, 0, 127, specials="nan", signed=False, has_zero=False)
 # the scales of HiF4: 2^-48 to 2^15 * 1.5, without a zero
 E6M2 = ElementFormat("E6M2", 6, 2, 48, specials="nan", signed=False, has_zero=False)
+# the block scales of Transformer Engine's NVFP4BlockScaling with Format.UE5M3: 2^-17 to 114688
+UE5M3 = ElementFormat("UE5M3", 5, 3, 15, specials="nan", signed=False)
 INT4 = ElementFormat("INT4", 0, 3)
 INT8 = ElementFormat("INT8", 0, 7)
 
-ELEMENT_FORMATS = (E2M1, E1M2, E3M0, E2M3, E3M2, E4M3, E5M2, E8M0, INT4, INT8)
+ELEMENT_FORMATS = (E2M1, E1M2, E3M0, E2M3, E3M2, E4M3, E5M2, E8M0, E6M2, UE5M3, INT4, INT8)
 
 
 @dataclass(frozen=True)

@@ -204,7 +204,7 @@ def parse_block_amax(op: str, given: Any, moved_shape: tuple[int, ...], recipe: 
             f"{op}: block_amax was given, but {recipe.id} computes it from x; leave it out, or use a recipe that"
             " accepts it, such as nvfp4-modelopt-static"
         )
-    shape = container.scale_shape(moved_shape, recipe)
+    shape = (*moved_shape[:-1], moved_shape[-1] // recipe.block_size)
     if on_device:
         is_float32 = isinstance(given, imports.cupy().ndarray) and given.dtype == np.float32
         if not is_float32 or not container.in_order(given.shape, shape):

@@ -368,6 +368,8 @@ def _encodes(text: str) -> bool:
 RECIPE_COLUMNS = ("recipe", "block", "scale rule", "equal bit for bit to", "evidence", "versions", "source")
 FORMAT_COLUMNS = ("format", "bits", "largest", "smallest normal", "smallest", "NaN", "values")
 BLOCK_COLUMNS = ("block format", "element", "scale", "block", "tensor scale", "bits per value")
+LEVEL_COLUMNS = ("hierarchical format", "element", "levels of scales", "bits per value")
+VALUE_COLUMNS = ("code", "bits", "value")
 
 
 def block_text(r: Recipe) -> str:
@@ -462,6 +464,22 @@ def block_rows() -> list[tuple[str, ...]]:
         )
         for b in BLOCK_FORMATS
     ]
+
+
+def level_rows() -> list[tuple[str, ...]]:
+    """Return the table of hierarchical formats, one row per format, with the columns LEVEL_COLUMNS."""
+    rows = []
+    for r in ALL_RECIPES.values():
+        if r.levels:
+            bits = r.element.bits + 8 * r.scale_bytes / r.block_size
+            bits += 32 / r.tensor_columns if r.tensor_scaling == "block" else 0
+            rows.append((r.format_name, r.element.name, ", ".join(map(str, r.scale_levels)), f"{bits:g}"))
+    return list(dict.fromkeys(rows))
+
+
+def value_rows(f: ElementFormat) -> list[tuple[str, ...]]:
+    """Return the table of the codes of a format, with the columns VALUE_COLUMNS."""
+    return [(str(code), f"{code:0{f.bits}b}", str(value)) for code, value in enumerate(f.values)]
 
 
 def markdown(columns: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:

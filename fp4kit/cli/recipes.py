@@ -36,6 +36,7 @@ from fp4kit.evidence.golden import check as agreement
 from fp4kit.evidence.golden.golden_set import GoldenSet
 from fp4kit.evidence.golden.rows import ROWS
 from fp4kit.evidence.live import run as producers
+from fp4kit.formats import BNB_FP4, ELEMENT_FORMATS, MX4, NF4
 from fp4kit.recipes import ALIASES, ALL_RECIPES, family, recipe, recipes
 
 
@@ -117,15 +118,25 @@ def _check(out: Output, ids: tuple[str, ...], golden: GoldenSet) -> int:
 
 
 def _formats(args: argparse.Namespace, out: Output) -> int:
-    """Run the command formats: print the tables of number formats and block formats. Return 0."""
-    formats, blocks = tables.format_rows(), tables.block_rows()
-    out.table(tables.FORMAT_COLUMNS, formats)
-    out.line()
-    out.table(tables.BLOCK_COLUMNS, blocks)
-    body = {
-        "formats": _objects(tables.FORMAT_COLUMNS, formats),
-        "block_formats": _objects(tables.BLOCK_COLUMNS, blocks),
-    }
+    """Run the command formats: print the tables of formats, or the values of one format. Return 0."""
+    if args.name is not None:
+        named = {f.name: f for f in (*ELEMENT_FORMATS, NF4, BNB_FP4, MX4)}
+        if (found := named.get(args.name.upper())) is None:
+            raise ValueError(f"there is no format {args.name!r}; needs one of {', '.join(named)}")
+        rows = tables.value_rows(found)
+        out.table(tables.VALUE_COLUMNS, rows)
+        out.document("formats.values/1", {"format": found.name, "values": _objects(tables.VALUE_COLUMNS, rows)})
+        return DONE
+    body: dict[str, Any] = {}
+    for key, columns, rows in (
+        ("formats", tables.FORMAT_COLUMNS, tables.format_rows()),
+        ("block_formats", tables.BLOCK_COLUMNS, tables.block_rows()),
+        ("hierarchical_formats", tables.LEVEL_COLUMNS, tables.level_rows()),
+    ):
+        if body:
+            out.line()
+        out.table(columns, rows)
+        body[key] = _objects(columns, rows)
     out.document("formats/1", body)
     return DONE
 
@@ -341,9 +352,13 @@ COMMANDS = {
     ),
     "formats": Command(
         _formats,
-        "List the number formats: element formats, scale formats, and block formats, which combine both.",
-        {"fp4kit formats": "list element formats, scale formats and block formats"},
-        [],
+        "List the number formats: element formats, scale formats, and block formats, which combine both. Or list the"
+        " value of every code of one format.",
+        {
+            "fp4kit formats": "list element formats, scale formats and block formats",
+            "fp4kit formats E6M2": "list the values of a format",
+        },
+        [flag("name", "element or scale format whose values are listed", nargs="?", metavar="FORMAT")],
     ),
     "selftest": Command(
         _selftest,

@@ -109,6 +109,8 @@ MAX_BLOCK_ROWS = 16  # rows of a 4over6 block, at most: kMaxBlockRows of source/
 @lru_cache(256)
 def not_encoded(r: Recipe) -> str | None:
     """Return the reason why the engine cannot encode blocks of the shape that a recipe has, or None if it can."""
+    if r.levels:
+        return f"{len(r.levels)} levels of scales"
     if r.four_over_six and (r.block_size != 16 or r.block_rows > MAX_BLOCK_ROWS):
         return (
             f"4over6 with blocks of {r.block_rows}x{r.block_size} (the engine supports 16 columns and at most"
@@ -603,6 +605,8 @@ TABLES_FROM = 256
 @lru_cache(256)
 def decoder_of(r: Recipe, dtype: np.dtype) -> int:
     """Return the library's index of the compiled decoder for a recipe and an output dtype."""
+    if r.levels:
+        raise Declined(f"the CPU engine has no decoder for the levels of {r.id}")
     if r.is_custom:
         functions()
         return -1

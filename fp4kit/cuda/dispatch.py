@@ -18,7 +18,7 @@ import numpy as np
 from fp4kit.call.parse import Declined
 from fp4kit.cuda.compiler import THREAD_BYTES, has_table
 from fp4kit.cuda.launch import CACHE_SIZE, THREADS, UNLIMITED, Device, grid, struct_of
-from fp4kit.formats import E2M1, Codebook, IntegerOrFloat, is_same
+from fp4kit.formats import E2M1, E8M0, Codebook, IntegerOrFloat, is_same
 from fp4kit.layouts import padded_shape
 from fp4kit.recipes import Recipe
 from fp4kit.recipes.rules import NOISE_STOCHASTICS
@@ -490,6 +490,8 @@ def _limits(r: Recipe) -> Iterator[tuple[bool, str, str]]:
     # Kernels can encode and decode elements whose smallest and largest exponents are at most MAX_EXPONENT.
     fits = -MAX_EXPONENT <= e.emin - e.mantissa_bits and e.emax <= MAX_EXPONENT and e.bias >= 0
     yield not (e.is_integer or fits), f"elements {e} with bias {e.bias}", "values from 2^-100 to 2^100"
+    without_zero = r.is_custom and s is not None and not s.has_zero and s != E8M0
+    yield without_zero, f"scales {s}, which have no zero", "E8M0, or a scale format with a zero"
     if r.is_custom and s is not None and s.has_zero:
         yield s.bias < 0, f"scales {s} with bias {s.bias}", "a bias of 0 or more"
         yield s.mantissa_bits == 0, f"scales {s} without mantissa bits", "E8M0, or at least one mantissa bit"

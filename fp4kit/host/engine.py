@@ -160,7 +160,7 @@ def quantize(call: Call, functions: MatrixFunctions = SPECIFICATION) -> Quantize
     """Quantize call.moved, with the scales that the caller passed if there are any."""
     r, out, given = call.recipe, call.out, call.has_scales
     amax = None if given else _tensor_amax(call, functions)
-    if r.search and call.x.size and not given:
+    if r.search and call.x.size and not given and call.block_amax is None:
         call = functions.searched(call, amax)
     packed, scales = _output_arrays(call)
     if call.x.size:
@@ -308,6 +308,8 @@ def fake_quantize(call: Call) -> np.ndarray:
     """Return the fake-quantized values of a call in a new array, in the shape and dtype of call.x."""
     if call.recipe.fake_rule is None:
         return dequantize(quantize(call._replace(recipe=faking(call.recipe))), call.x.dtype)
+    if call.recipe.search and call.x.size and call.block_amax is None:
+        call = searched(call, None)
     moved = np.empty(call.moved.shape, call.x.dtype)
     if moved.size:
         amax, r = _tensor_amax(call, SPECIFICATION), call.recipe

@@ -20,8 +20,9 @@ from fp4kit.call.parse import Call, QuantizeOptions, fake_call
 from fp4kit.display import Panel, Shown
 from fp4kit.host.engine import compute_tensor_amax
 from fp4kit.ops.engines import run, specification
-from fp4kit.recipes import Recipe
+from fp4kit.recipes import Recipe, rules
 from fp4kit.reference.codec import Step, is_per_expert, show, traced
+from fp4kit.reference.search import searched
 from fp4kit.reference.stochastic import HADAMARD_BLOCK, RandomStream, stream_of
 from fp4kit.types import Array, Hadamard, RecipeId, RoundingMode
 
@@ -38,7 +39,8 @@ class ExplainedStep:
             last step, "result", has the dequantized value.
         value: the number. For a code, it is the value that the code stands for.
         bits: the bit pattern of the number or code, as a non-negative integer.
-        format: the format of the bits, such as "float32", "E4M3" or "E2M1".
+        format: the format of the bits, such as "float32", "E4M3" or "E2M1". "exponent1" is an exponent bit, whose value
+            is 2 if it is set and 1 otherwise.
         width: the number of bits.
     """
 
@@ -150,8 +152,9 @@ def explain(
     """Show how a recipe quantizes one element of an array, step by step, as its producer computes it.
 
     The steps are the amaxes, the tensor scale, the block scale before and after rounding, the factor, the quotient or
-    product, the code, and the decoded value. Each has its number and its bits. Several recipes are shown side by side,
-    and the first step at which they differ is marked.
+    product, the code, and the decoded value. Each has its number and its bits. For hierarchical recipes, the scale of
+    each level is a step, such as "scale per 512", "block scale" and "exponent bit per 8". Several recipes are shown
+    side by side, and the first step at which they differ is marked.
 
     Args:
         x: float32, float16 or bfloat16 array, as for fp4kit.quantize. It is quantized as a whole: its other elements
@@ -237,6 +240,9 @@ def _checked_index(index: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def _explained(call: Call, index: tuple[int, ...]) -> Iterable[ExplainedStep]:
     """Yield the steps by which the recipe of a call quantizes the element at `index`, and then decodes it."""
+    r = call.recipe
+    if r.search and rules.SEARCHES[r.search].block_rule and call.x.size:  # it reads the whole array
+        call = searched(call, None)
     crop, row, column = _crop(call, index)
     with specification(), np.errstate(all="ignore"), traced() as steps:
         show("element", crop.x)
@@ -245,9 +251,9 @@ def _explained(call: Call, index: tuple[int, ...]) -> Iterable[ExplainedStep]:
         else:
             run(OP, "dequantize", False, run(OP, "quantize", False, crop), crop.x.dtype)
     # Without block scales, the "tensor scales" of a recipe with one per block are what its users call block scales.
-    per_block = crop.recipe.tensor_scaling == "block" and crop.recipe.scale is None
+    name = r"\1" if r.tensor_scaling != "block" else r"block \1" if r.scale is None else rf"\1 per {r.tensor_columns}"
     for step in _readable([_picked(step, crop.x.shape, row, column) for step in steps]):
-        yield replace(step, name=re.sub("^tensor ", "block ", step.name)) if per_block else step
+        yield replace(step, name=re.sub("^tensor (.*)", name, step.name)) if r.tensor_scaling == "block" else step
 
 
 def _crop(call: Call, index: tuple[int, ...]) -> tuple[Call, int, int]:
@@ -272,7 +278,8 @@ def _crop(call: Call, index: tuple[int, ...]) -> tuple[Call, int, int]:
     if amax is not None and is_per_expert(amax, r):
         amax = np.asarray(amax[lead[0]])
     elif r.tensor_scaling in ("row", "block"):
-        amax = cut(amax, 0 if r.tensor_scaling == "row" else blocks)
+        outer = slice(left // r.tensor_columns, -(-(left + width) // r.tensor_columns))
+        amax = cut(amax, 0 if r.tensor_scaling == "row" else outer)
     block_amax = None if call.block_amax is None else cut(call.block_amax, blocks)
     x, random = np.ascontiguousarray(cut(moved, columns)), call.random
     if isinstance(random, int):
@@ -287,9 +294,15 @@ def _crop(call: Call, index: tuple[int, ...]) -> tuple[Call, int, int]:
 
 
 def _picked(step: Step, shape: tuple[int, ...], row: int, column: int) -> ExplainedStep:
-    """Return the ExplainedStep of the element (row, column) of a block, from a step recorded for the whole block."""
+    """Return the ExplainedStep of the element (row, column) of a block, from a step recorded for the whole block.
+
+    A step has one entry for all elements, or one per row, per group of a row or per element.
+    """
     flat, fmt, (m, k) = step.result.reshape(-1), step.format, shape
-    entry = flat[row * k + column if flat.size == m * k else row if flat.size == m else 0]
+    groups = flat.size // m if flat.size % m == 0 else 0
+    entry = flat[row * groups + column // (k // groups) if groups and k % groups == 0 else 0]
+    if entry.dtype == bool:
+        return ExplainedStep(step.name, 2.0**entry, int(entry), "exponent1", 1)
     if fmt is not None:
         return ExplainedStep(step.name, float(fmt.values[int(entry)]), int(entry), fmt.name, fmt.bits)
     bits = int(entry.reshape(1).view(f"u{entry.dtype.itemsize}")[0])

@@ -27,7 +27,7 @@ from fp4kit.ops.quantize import quantize
 from fp4kit.ops.transforms import unswizzle
 from fp4kit.quantized.container import NEVER_NAN, Quantized, check_quantized
 from fp4kit.quantized.slicing import box_of
-from fp4kit.recipes import RECIPES, Recipe
+from fp4kit.recipes import ALL_RECIPES, RECIPES, Recipe
 from fp4kit.recipes.rules import NOISE_STOCHASTICS
 from fp4kit.reference import tensor_rules
 from fp4kit.reference.stochastic import HADAMARD_BLOCK, TE_SIGN_MASK, hadamard_blocks
@@ -43,7 +43,7 @@ class Match:
         equal: how many bytes of codes and block scales are equal. Tensor scales are not counted.
         total: how many bytes were compared.
         codes_differ: how many codes differ.
-        scales_differ: how many block scales differ.
+        scales_differ: how many bytes of block scales differ.
         whole: True if all bytes were compared. False if only a sample was, because other recipes matched the sample
             better. All counts are then those of the sample.
     """
@@ -63,7 +63,7 @@ class Match:
 
 def name_of(r: Recipe) -> str:
     """Return the id of a recipe, followed by the fields in which it differs from the table's recipe with this id."""
-    base = RECIPES.get(r.id, r)
+    base = ALL_RECIPES.get(r.id, r)
     changed = [f.name for f in fields(r) if getattr(r, f.name) != getattr(base, f.name)]
     return r.id + "".join(f"{', ' if i else ' with '}{name}={getattr(r, name)!r}" for i, name in enumerate(changed))
 
@@ -328,11 +328,12 @@ def identify(q: Quantized, x: Any) -> Identification:
     Candidates are the recipes of fp4kit's table that make codes and have q's format: the element format, the scale
     format and the number of columns per block. If q's recipe is not in the table (for example if it was made by
     dataclasses.replace), two kinds of candidates are added: q's recipe itself, and copies of table recipes that are
-    given q's block shape.
+    given q's block shape. For a hierarchical recipe, the candidates have q's levels of scales.
 
     If no candidate reproduces all bytes, those with q's kind of tensor scale (none, per tensor, row or block) are tried
     in variations: with hadamard=True and "no_signs", with stochastic rounding, and with both. Variations that cannot
-    fit are left out, such as a Hadamard transform of an axis whose length is not a multiple of 16. A variation without
+    fit are left out, such as a Hadamard transform of an axis whose length is not a multiple of 16, and all variations
+    of hierarchical recipes. A variation without
     stochastic rounding is accepted if it reproduces all bytes. The random bytes of stochastic rounding cannot be known,
     so a stochastic variation is accepted under three conditions:
 
@@ -380,7 +381,7 @@ def identify(q: Quantized, x: Any) -> Identification:
     if x.shape != q.shape:
         raise ValueError(f"identify: x has shape {x.shape} and q {q.shape}; needs the array that q was made from")
     check_float("identify", x)
-    q = q if q.block_scale is None else unswizzle(q)
+    q = q if q.block_scale is None or q.recipe.levels else unswizzle(q)
     host = CandidateAmaxes(on_host("identify: q", q), on_host("identify: x", x))
     candidates = tuple(candidates_of(q.recipe))
     if x.size < 2 * SAMPLE:
@@ -388,7 +389,7 @@ def identify(q: Quantized, x: Any) -> Identification:
     else:
         matches = _matches_by_sample(q, x, host, candidates)
     result = Identification(tuple(sorted(matches, key=lambda m: (not m.whole, -m.fraction))))
-    if result.exact or not x.size:
+    if result.exact or not x.size or q.recipe.levels:
         return result
     fault = _fault(host.q, host.x)
     if fault:
@@ -417,11 +418,12 @@ def _fault(q: Quantized, x: np.ndarray) -> str:
 
 def candidates_of(own: Recipe) -> Iterator[Recipe]:
     """Yield the recipes that identify tries for a Quantized whose recipe is `own`."""
-    yield from (r for r in RECIPES.values() if _comparable(own, r))
-    if own in RECIPES.values() or own.fake_only:
+    table = (ALL_RECIPES if own.levels else RECIPES).values()
+    yield from (r for r in table if _comparable(own, r))
+    if own in table or own.fake_only:
         return
     yield own
-    for r in RECIPES.values():
+    for r in table:
         if r.block and own.block and r.block_size != own.block_size:
             try:
                 variant = replace(r, block=own.block)
@@ -433,7 +435,7 @@ def candidates_of(own: Recipe) -> Iterator[Recipe]:
 
 def _comparable(a: Recipe, b: Recipe) -> bool:
     """Return whether the codes and scales of recipe b can be compared byte by byte with those of recipe a."""
-    same = a.element == b.element and a.scale == b.scale and a.block_size == b.block_size
+    same = a.element == b.element and a.scale == b.scale and a.block_size == b.block_size and a.levels == b.levels
     return same and not b.fake_only and (a.block is None or (b.block or (1, 1))[1] == a.block_size)
 
 

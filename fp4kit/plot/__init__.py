@@ -31,6 +31,7 @@ from fp4kit.plot.style import BLUE, GREY, MARKS, ORANGE, axes, without_frame
 from fp4kit.quantized.container import Quantized
 from fp4kit.quantized.slicing import on_host
 from fp4kit.recipes import Recipe, recipe_of
+from fp4kit.reference.search import under_every_scale
 from fp4kit.types import RecipeId
 
 __all__ = [
@@ -216,14 +217,15 @@ def error_against_scale(
     The error is the mean squared error of the decoded values. For the curve, the first recipe quantizes the block once
     under every positive scale of its format. If its block scales are float32 or 16-bit numbers, the recipe instead
     quantizes the block under the scales that it computes from 256 amaxes per octave. With elements IF4, the recipe
-    quantizes the block under each scale as E2M1 and as INT4, and the smaller error counts. The curve is drawn within a
-    factor of 6 of the best scale.
+    quantizes the block under each scale as E2M1 and as INT4, and the smaller error counts. If the recipe has levels of
+    scales, or is computed by the specification alone, it quantizes the block under the amaxes from which the scales
+    follow; exponent bits below a scale are chosen for it. The curve is drawn within a factor of 6 of the best scale.
 
     Args:
         x: one block: a float32, float16 or bfloat16 array of the block size.
         recipes: one or several recipes with equal element and scale formats, in blocks of one row.
-        tensor_amax: the amax of the tensor that the block comes from, or of its row for recipes with one tensor scale
-            per row. None uses the amax of x. Recipes without a tensor scale per tensor or row ignore it.
+        tensor_amax: the amax of the tensor that the block comes from, of its row for recipes with one tensor scale per
+            row, or of its outer block for recipes with levels. None uses the amax of x. Other recipes ignore it.
         ax: the Axes to draw on; None makes a new figure.
 
     Returns:
@@ -251,9 +253,8 @@ def error_against_scale(
         raise ValueError(f"{op}: x has shape {array.shape}; needs one block, ({first.block_size},)")
     if not np.isfinite(array).all() or not array.any():
         raise ValueError(f"{op}: x holds a NaN or an infinity, or only zeros; needs finite numbers")
-    found = [
-        quantize(array, r, tensor_amax=tensor_amax if r.tensor_scaling in ("tensor", "row") else None) for r in chosen
-    ]
+    takes = [r.tensor_scaling in ("tensor", "row") or (r.levels and r.tensor_scaling == "block") for r in chosen]
+    found = [quantize(array, r, tensor_amax=tensor_amax if t else None) for r, t in zip(chosen, takes, strict=True)]
     scales, values = _swept(array, first, found[0])
     errors = _mean_square(values, array)
     if isinstance(first.element, IntegerOrFloat):
@@ -289,7 +290,7 @@ def _same_formats(op: str, recipes: list[Recipe]) -> Recipe:
         if r.fake_only or not r.block or r.block_rows > 1:
             has = "no codes" if r.fake_only else f"blocks of {r.block_rows} rows" if r.block else "no blocks"
             raise ValueError(f"{op}: {r.id} has {has}; needs a recipe with codes, in blocks of one row, like nvfp4-te")
-        if (r.element, r.scale, r.block) != (first.element, first.scale, first.block):
+        if (r.element, r.scale, r.block, r.levels) != (first.element, first.scale, first.block, first.levels):
             raise ValueError(f"{op}: {r.id} and {first.id} differ in format or block; draw them on two Axes")
     return first
 
@@ -303,6 +304,10 @@ def _swept(x: np.ndarray, r: Recipe, q: Any) -> tuple[np.ndarray, np.ndarray]:
         scales, places = np.unique(swept.tensor_scale, return_index=True)
         return scales.astype(np.float64), dequantize(swept, np.float32)[places]
     codes = np.flatnonzero((r.scale.values > 0) & np.isfinite(r.scale.values)).astype(np.uint8)
+    tensor = 1 if q.tensor_scale is None else float(np.squeeze(q.tensor_scale))
+    if r.specification_only:
+        codes, values = under_every_scale(x, r, q.tensor_scale)
+        return r.scale.values[codes].astype(np.float64) * tensor, values
     if isinstance(r.element, IntegerOrFloat):
         codes = np.concatenate([codes, codes | IF4_INTEGER_BIT])
     rows = np.broadcast_to(x, (len(codes), len(x)))
@@ -310,7 +315,6 @@ def _swept(x: np.ndarray, r: Recipe, q: Any) -> tuple[np.ndarray, np.ndarray]:
     if r.tensor_scaling == "row":
         given = np.broadcast_to(given, (len(codes), 1))
     swept = quantize(rows, r, block_scale=codes[:, None], tensor_scale=given)
-    tensor = 1 if q.tensor_scale is None else float(np.squeeze(q.tensor_scale))
     return np.abs(r.scale.values[codes].astype(np.float64)) * tensor, dequantize(swept, np.float32)
 
 

@@ -406,7 +406,10 @@ class Quantized:
         if self.recipe.element.packing.codes == 1:
             check_codes("Quantized", "packed", self.packed, self.recipe.element)
         self._check("block_scale", _UINT8, () if scales is None else (scales,))
-        check_codes("Quantized", "block_scale", self.block_scale, self.recipe.scale)
+        codes = self.block_scale
+        if self.recipe.exponent_levels:  # the bytes of bits may hold any number
+            codes = codes[..., :: self.recipe.scale_bytes]
+        check_codes("Quantized", "block_scale", codes, self.recipe.scale)
         self._check("tensor_scale", _FLOAT32, covered)
         if self.tensor_amax is not None:
             self._check("tensor_amax", _FLOAT32, () if self.tensor_scale is None else (self.tensor_scale.shape,))

@@ -66,6 +66,12 @@ def msmodelslim() -> Made:
     for id, text, fmt, exact in (
         ("mxfp4-msmodelslim", "", MXFP4, "method minmax"),
         ("mxfp4-msmodelslim-ceil-x", "_ceil_x", MXFP4, "method ceil_x with the constant 7.25"),
+        (
+            "mxfp4-msmodelslim-ceil-x-search",
+            "_ceil_x search=msmodelslim_ceil_x",
+            MXFP4,
+            "method ceil_x, whose search tries 6, 6.25 to 12 for the whole array",
+        ),
         ("mxfp4-msmodelslim-4over6", "_4over6", MXFP4, "method 4over6"),
         ("mxfp8-msmodelslim", "_fp8", MXFP8_E4M3, "method minmax"),
         ("mxfp8-msmodelslim-mse", "_fp8_mse", MXFP8_E4M3, "method mse_round"),

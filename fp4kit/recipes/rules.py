@@ -329,12 +329,15 @@ class SearchRule(NamedTuple):
             candidate is then the tensor amax.
         decode_rule: name of the decode rule by which the producer measures the error of a candidate. "" if the search
             uses no decode rule.
+        block_rule: name of the block rule whose constant the search chooses, once for the whole array. "" if the search
+            chooses the amax of each block by itself.
     """
 
     scale: str
     lanes: int = 1
     nvfp4: bool = False
     decode_rule: str = ""
+    block_rule: str = ""
 
 
 SEARCHES: dict[str, SearchRule] = {  # the values of Recipe.search
@@ -342,6 +345,7 @@ SEARCHES: dict[str, SearchRule] = {  # the values of Recipe.search
     "auto_round_percents": SearchRule("E4M3", lanes=8, decode_rule="auto_round"),
     "modelopt_sweep": SearchRule("E4M3", nvfp4=True),
     "quest": SearchRule("E8M0", lanes=32),
+    "msmodelslim_ceil_x": SearchRule("E8M0", block_rule="e8m0_msmodelslim_ceil_x"),
 }
 
 

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 from fp4kit.formats import BlockFormat, ElementFormat
 from fp4kit.lazy import FUNCTIONS
 from fp4kit.recipes import rules
-from fp4kit.recipes.validate import as_block, as_integer, check_recipe
+from fp4kit.recipes.validate import as_block, as_integer, check_recipe, tensor_scale_dtype
 
 
 class Versions(NamedTuple):
@@ -51,28 +51,59 @@ class Level(NamedTuple):
 
     Attributes:
         columns: the number of elements along the quantized axis that share a scale of this level.
-        format: "float32": the scales are in tensor_scale. "E8M0" or "E6M2": the format of the block scales, which is
-            Recipe.scale. "exponent1": one bit per scale, which multiplies by 2 if it is set. Such bits are stored in
-            block_scale behind the byte of their block, level by level, the first scale in bit 7 of a byte.
+        format: "float32", "float16" or "bfloat16": the scales are in tensor_scale, as float32 numbers of this type. The
+            name of Recipe.scale, such as "E8M0": the scales are the codes in block_scale. "exponent1": one bit per
+            scale, which multiplies by 2 if it is set. Such bits are stored in block_scale behind the byte of their
+            block, level by level, the first scale in bit 7 of a byte.
     """
 
     columns: int
     format: str
 
+    def __repr__(self) -> str:
+        """Return the pair (columns, format) as a tuple shows it."""
+        return repr(tuple(self))
 
-def as_levels(id: object, levels: Any) -> tuple[Level, ...]:
+
+class ScaleLevel(NamedTuple):
+    """One level of scales of any recipe, as Recipe.scale_levels returns it.
+
+    Attributes:
+        rows, columns: the size of the block that shares a scale. None stands for all rows or columns of the array, or
+            of the expert in a stack of matrices with one scale per expert.
+        format: as in Level.
+
+    >>> str(ScaleLevel(1, 16, "E4M3")), str(ScaleLevel(None, None, "float32"))
+    ('E4M3 per 1 x 16 block', 'float32 per tensor')
+    """
+
+    rows: int | None
+    columns: int | None
+    format: str
+
+    def __str__(self) -> str:
+        """Return the format and what shares a scale: a block, a row or the tensor."""
+        if self.columns is None:
+            return f"{self.format} per {'tensor' if self.rows is None else 'row'}"
+        return f"{self.format} per {self.rows} x {self.columns} block"
+
+
+def as_levels(name: str, levels: Any) -> tuple[Level, ...]:
     """Return the field Recipe.levels in its standard form. Raise TypeError unless it holds pairs (int, str)."""
     found = tuple(levels) if isinstance(levels, (tuple, list)) else (levels,)
     for level in found:
         if not isinstance(level, (tuple, list)) or [type(part) for part in level] != [int, str]:
-            raise TypeError(f"Recipe {id}: levels is {levels!r:.80}; needs pairs (columns, format), outermost first")
+            raise TypeError(f"{name} is {levels!r:.80}; needs pairs (columns, format), outermost first")
     return tuple(Level(*level) for level in found)
 
 
 # The operations that work for recipes that only the specification computes, on arrays in host memory
-_SPECIFIED = ("recipe", "quantize", "fake_quantize", "dequantize", "Quantized", "from_parts", "compare_recipes")
+_SPECIFIED = (
+    *("recipe", "quantize", "fake_quantize", "dequantize", "Quantized", "from_parts", "compare_recipes"),
+    *("explain", "plot.block", "plot.error_against_scale"),
+)
 # The operations that work for a Quantized with several levels of scales
-_LEVELED = ("dequantize", "Quantized", "equals", "compare", "statistics")
+_LEVELED = ("dequantize", "Quantized", "equals", "compare", "statistics", "identify", "plot.histogram")
 
 
 def check_engines(op: str, r: Recipe) -> None:
@@ -157,8 +188,8 @@ class Recipe:
         narrow: True if integer elements are limited to [-max, max] instead of [-max - 1, max].
         fake_only: True if the producer only fake-quantizes: the recipe gives values, but no codes.
         levels: the levels of scales of a hierarchical recipe, outermost first; () for all other recipes. block is then
-            that of scale. tensor_rule computes a float32 level, and block_rule all others. A last outer block may be
-            incomplete.
+            that of scale. tensor_rule computes a level of float32 or 16-bit numbers, and block_rule all others. A last
+            outer block may be incomplete. scale_levels lists the levels of every recipe.
 
     Raises:
         TypeError: if a field has the wrong type.
@@ -204,7 +235,7 @@ class Recipe:
         object.__setattr__(self, "versions", as_versions(self.id, self.versions))
         object.__setattr__(self, "block", as_block(self.id, self.block))
         object.__setattr__(self, "scale_max", as_integer(self.id, "scale_max", self.scale_max))
-        object.__setattr__(self, "levels", as_levels(self.id, self.levels))
+        object.__setattr__(self, "levels", as_levels(f"Recipe {self.id}: levels", self.levels))
         if self.nan_code is not None:
             object.__setattr__(self, "nan_code", as_integer(self.id, "nan_code", self.nan_code))
         check_recipe(self)
@@ -237,8 +268,30 @@ class Recipe:
     @property
     def scale_bytes(self) -> int:
         """The number of bytes per block in block_scale: 1, or more for a hierarchical recipe with exponent bits."""
-        bits = [self.block_size // level.columns for level in self.levels if level.format == "exponent1"]
-        return 1 + -(-sum(bits) // 8)
+        return 1 + -(-sum(self.block_size // level.columns for level in self.exponent_levels) // 8)
+
+    @property
+    def scale_levels(self) -> tuple[ScaleLevel, ...]:
+        """The levels of scales of any recipe, outermost first. They follow from its other fields.
+
+        >>> from fp4kit import recipe
+        >>> [str(level) for level in recipe("nvfp4-te").scale_levels]
+        ['float32 per tensor', 'E4M3 per 1 x 16 block']
+        """
+        if self.levels:
+            found = [ScaleLevel(1, level.columns, level.format) for level in self.levels]
+        else:
+            found = [] if self.scale is None else [ScaleLevel(self.block_rows, self.block_size, self.scale.name)]
+        by_block = self.tensor_scaling == "block"
+        if self.tensor_scaling == "none" or (by_block and self.levels):
+            return tuple(found)
+        rows = None if self.tensor_scaling == "tensor" else self.block_rows
+        return (ScaleLevel(rows, self.block_size if by_block else None, tensor_scale_dtype(self)), *found)
+
+    @property
+    def exponent_levels(self) -> tuple[Level, ...]:
+        """The levels whose scales are exponent bits, outermost first; () for recipes without such levels."""
+        return tuple(level for level in self.levels if level.format == "exponent1")
 
     @property
     def tensor_columns(self) -> int:
@@ -248,6 +301,8 @@ class Recipe:
     @property
     def specification_only(self) -> bool:
         """True if only the specification computes the recipe, on arrays in host memory."""
+        if self.levels:
+            return True
         fake = self.fake_rule is not None and rules.FAKE_RULES[self.fake_rule].whole
         return fake or (self.block_rule is not None and rules.BLOCK_RULES[self.block_rule].whole)
 
@@ -330,13 +385,6 @@ def with_row_blocks(r: Recipe) -> Recipe:
 def has_tall_scales(r: Recipe) -> bool:
     """Return whether a recipe's blocks have several rows and float32 scales, such as FP8 in 128x128 blocks."""
     return r.tensor_scaling == "block" and r.block_rows > 1
-
-
-def tensor_scale_dtype(r: Recipe) -> str:
-    """Return the dtype that r rounds a tensor_scale to: "float16", "bfloat16", or "float32", in which all are held."""
-    first, _, rest = (r.tensor_rule or "").partition("_")
-    dtype = rest.partition("_")[0]
-    return dtype if first == "amax" and dtype in ("float16", "bfloat16") else "float32"
 
 
 @lru_cache(256)

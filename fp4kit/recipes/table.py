@@ -5,15 +5,15 @@ from __future__ import annotations
 import copyreg
 import difflib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import MISSING, fields
 from functools import lru_cache
 from typing import Any, Literal
 
 from fp4kit.arguments import as_word
-from fp4kit.formats import E6M2, ELEMENT_FORMATS, IF4, MX4, Codebook, ElementFormat
+from fp4kit.formats import ELEMENT_FORMATS, IF4, MX4, Codebook, ElementFormat
 from fp4kit.recipes import ascend, local, nvidia, pytorch, serving, training
-from fp4kit.recipes.schema import Alias, Recipe, check_engines
+from fp4kit.recipes.schema import Alias, Level, Recipe, as_levels, check_engines
 
 _PRODUCERS = (  # within a format, their order is that of recipes()
     *(pytorch.ocp, nvidia.te, nvidia.flashinfer, nvidia.modelopt, pytorch.torchao, pytorch.compressed_tensors),
@@ -60,7 +60,7 @@ def recipes(of: str | None = None) -> tuple[str, ...]:
     Examples:
         >>> import fp4kit
         >>> len(fp4kit.recipes()), fp4kit.recipes()[0]
-        (259, 'nvfp4-te')
+        (260, 'nvfp4-te')
         >>> fp4kit.recipes("mxfp4-quark")
         ('mxfp4-quark-even', 'mxfp4-quark-floor', 'mxfp4-quark-ceil')
     """
@@ -184,11 +184,12 @@ _FLOATS = ("float32", "float16", "bfloat16")
 def custom_recipe(
     id: str,
     element: ElementFormat,
-    scale: ElementFormat | Literal["float32", "float16", "bfloat16"] = "float32",
-    block: int | tuple[int, int] = 32,
+    scale: ElementFormat | Literal["float32", "float16", "bfloat16"] | None = None,
+    block: int | tuple[int, int] | None = None,
     *,
     scale_rounding: Literal["nearest", "up", "down"] = "nearest",
     tensor_scale: bool = False,
+    levels: Sequence[tuple[int, ElementFormat | str]] | None = None,
 ) -> Recipe:
     """Return a recipe for element and scale formats that you choose.
 
@@ -201,18 +202,36 @@ def custom_recipe(
     With a tensor scale, t = (amax of the tensor) / (M * largest scale), scale = S(amax / M * (1 / t)), and scale * t
     takes the place of scale in the other two formulas.
 
+    With `levels`, blocks lie in larger blocks that have a scale t each, or are divided into groups with exponent bits,
+    or both. Let n be the number of levels of exponent bits. Then M * 2^n takes the place of M above, and
+
+        t = (amax of the outer block) / (M * 2^n * largest scale), with 1 as the largest scale of E8M0
+        bit of a group at level k (0, 1, ... n - 1) = 1 if a magnitude in the group, times 1 / scale and divided by
+            2^(bits of the groups around it), exceeds L * 2^(n - 1 - k); otherwise 0
+        code = the code of x / 2^bits * (1 / scale),   value = decode(code) * 2^bits * scale
+
+    where bits is the sum of the bits of the groups that hold the element, and L is M plus half the distance from M to
+    the next smaller magnitude, or to 0. If there is a t, scale * t takes the place of scale in the last three formulas,
+    as above.
+
     Args:
         id: a name for the recipe. It must not be the id or an alias of a recipe in the table.
         element: the format of the elements: a Codebook, MX4, a float or an integer. MX4 needs scale=E8M0.
         scale: the format of the block scales. Either a float format of at most 8 bits, whose scales are stored in
             block_scale, one byte per block. Or the name of a float type, whose scales are stored in tensor_scale, one
             float32 number per block that is rounded to this type. For a block of several rows, this number is repeated
-            for every row.
-        block: the number of elements along the quantized axis that share a scale, or (rows, columns) of a block.
+            for every row. None stands for the format in levels, or "float32" without levels.
+        block: the number of elements along the quantized axis that share a scale, or (rows, columns) of a block. None
+            stands for the columns in levels, or 32 without levels.
         scale_rounding: how a scale is rounded to its format. With "up", elements are clipped only if the scale
             saturates; with "nearest" and "down", the largest elements of a block may be clipped. For float32 scales,
             only "nearest" is accepted.
         tensor_scale: True to add one float32 scale per tensor. It needs block scales of at most 8 bits, but not E8M0.
+        levels: several levels of scales, outermost first, as pairs (columns, format). The columns of a level divide
+            those of the level above. The formats are, in this order: "float32", "float16" or "bfloat16", at most once;
+            the format of the block scales, an ElementFormat or the name of one of fp4kit.formats; "exponent1" for one
+            bit per group, any number of times. Numbers are stored in tensor_scale, and codes in block_scale. Bits are
+            stored in block_scale behind the code of their block, level by level, the first group in bit 7 of a byte.
 
     Returns:
         A Recipe, for all functions that accept a recipe. Use dataclasses.replace to change its other fields, such as
@@ -225,8 +244,9 @@ def custom_recipe(
     Numerics:
         float32, rounded to nearest even after every operation. Elements are rounded to the nearest code, and saturate.
         A scale beyond the largest of its format becomes the largest. Scales below 1e-38 count as 1e-38 when elements
-        are encoded, so that 1 / scale is finite. A block of zeros has scale 0; in E8M0, which has no zero, it has scale
-        2^-127. An amax is NaN if an element is NaN; then the scale is NaN, or the largest if its format has no NaN.
+        are encoded, so that 1 / scale is finite. A block of zeros has scale 0; in E8M0 and E6M2, which have no zero, it
+        has the smallest scale, 2^-127 or 2^-48. An amax is NaN if an element is NaN; then the scale is NaN, or the
+        largest if its format has no NaN.
 
     Exact:
         For blocks of 32, 64 and 128, float32 scales and the elements NF4 and BNB_FP4, equals quantize_4bit of
@@ -240,6 +260,9 @@ def custom_recipe(
         >>> q = fp4kit.quantize(x, nf4)
         >>> q.tensor_scale.tolist(), fp4kit.dequantize(q)[0, -3:].tolist()
         ([[2.0]], [2.0, 2.0, 2.0])
+        >>> dual = fp4kit.custom_recipe("dual", fp4kit.formats.E2M1, levels=[(512, "float32"), (32, "E8M0")])
+        >>> [str(level) for level in dual.scale_levels]
+        ['float32 per 1 x 512 block', 'E8M0 per 1 x 32 block']
     """
     if not isinstance(scale_rounding, str) or scale_rounding not in _SUFFIXES:
         raise ValueError(
@@ -250,14 +273,22 @@ def custom_recipe(
     if not isinstance(tensor_scale, bool):
         raise TypeError(f"custom_recipe: tensor_scale is {tensor_scale!r:.60}; needs True or False")
     fields: dict[str, Any] = {"source": "custom", "exact": "", "amax_nan": "propagate"}
+    outer = ""
+    if levels is not None:
+        fields["levels"], scale, columns = _levels(levels, scale)
+        outer, block = fields["levels"][0].format, columns if block is None else block
+    block = 32 if block is None else block
     fields["block"] = (1, block) if isinstance(block, int) and not isinstance(block, bool) else block
-    suffix = _SUFFIXES[scale_rounding]
     if isinstance(scale, ElementFormat):
-        fields |= {"scale": scale, "block_rule": f"amax{suffix}"}
+        fields |= {"scale": scale, "block_rule": f"amax{_SUFFIXES[scale_rounding]}"}
+        if tensor_scale and outer in _FLOATS:
+            raise ValueError(f"custom_recipe: tensor_scale is True, but levels begins with {outer!r}; leave out one")
         if tensor_scale:
             fields |= {"tensor_scaling": "tensor", "tensor_rule": "amax"}
+        elif outer in _FLOATS:
+            fields |= {"tensor_scaling": "block", "tensor_rule": _float_rule(outer, scale_rounding)}
     else:
-        fields |= _float_scale(scale, scale_rounding, tensor_scale)
+        fields |= _float_scale("float32" if scale is None else scale, scale_rounding, tensor_scale)
     try:
         return Recipe(id=id, element=element, **fields)
     except (TypeError, ValueError) as error:
@@ -275,11 +306,35 @@ def _float_scale(scale: Any, scale_rounding: str, tensor_scale: bool) -> dict[st
     if tensor_scale or (scale == "float32" and scale_rounding != "nearest"):
         given = "tensor_scale is True" if tensor_scale else f"scale_rounding is {scale_rounding!r}"
         raise ValueError(f"custom_recipe: {given}, but scale is {scale!r}; needs a scale format of at most 8 bits")
-    rule = "amax" if scale == "float32" else f"amax_{scale}{_SUFFIXES[scale_rounding]}"
+    rule = _float_rule(scale, scale_rounding)
     return {"scale": None, "block_rule": None, "tensor_scaling": "block", "tensor_rule": rule}
 
 
-_BY_NAME = {fmt.name: fmt for fmt in (*ELEMENT_FORMATS, E6M2, MX4, IF4)}
+def _float_rule(scale: str, scale_rounding: str) -> str:
+    return "amax" if scale == "float32" else f"amax_{scale}{_SUFFIXES[scale_rounding]}"
+
+
+def _levels(given: Any, scale: Any) -> tuple[tuple[Level, ...], ElementFormat, int]:
+    """Return (levels, the format of the block scales, its columns) from the arguments levels and scale."""
+    op, pairs = "custom_recipe: levels", given if isinstance(given, (tuple, list)) else (given,)
+    are_pairs = all(isinstance(pair, (tuple, list)) and len(pair) == 2 for pair in pairs)
+    formats = {each.name: each for _, each in (pairs if are_pairs else ()) if isinstance(each, ElementFormat)}
+    names = [(n, getattr(each, "name", each)) for n, each in pairs] if are_pairs else given
+    levels = as_levels(op, names)
+    of_scale = [level for level in levels if level.format not in (*_FLOATS, "exponent1")]
+    if len(of_scale) != 1:
+        needed = "one level with a format of at most 8 bits, such as (32, 'E8M0')"
+        raise ValueError(f"{op} has {len(of_scale)} formats of block scales; needs {needed}")
+    columns, name = of_scale[0]
+    found = formats.get(name) or (scale if getattr(scale, "name", None) == name else _BY_NAME.get(name))
+    if found is None:
+        raise ValueError(f"{op} names the format {name!r}; needs an ElementFormat, or one of {', '.join(_BY_NAME)}")
+    if scale is not None and scale != found:
+        raise ValueError(f"custom_recipe: scale is {scale!r}, but levels has {found}; leave scale out")
+    return levels, found, columns
+
+
+_BY_NAME = {fmt.name: fmt for fmt in (*ELEMENT_FORMATS, MX4, IF4)}
 
 
 def as_data(r: Recipe) -> str | dict[str, Any]:

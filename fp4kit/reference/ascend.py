@@ -13,14 +13,14 @@ import numpy as np
 
 from fp4kit.formats import E4M3, E6M2, E8M0, ElementFormat
 from fp4kit.recipes import Recipe
-from fp4kit.recipes.schema import Level
 from fp4kit.reference.arith import ONE, ZERO, Array, Dtype, round_to, sum_lanes
-from fp4kit.reference.codec import block_amax, decode, show
+from fp4kit.reference.codec import block_amax, joined_scales, powers_of, show
 
 Rounding = Callable[[Array], Array]
 BFLOAT16, FLOAT32, FLOAT64 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32), np.dtype(np.float64)
 HALF = np.float32(0.5)
 TINY = np.float32(9.6e-7)  # is added before a logarithm, by HiFloat4 and msmodelslim
+CEIL_X = 7.25  # the usual constant of msmodelslim's ceil_x
 
 
 def _rounds_to(dtype: Dtype) -> Rounding:
@@ -40,85 +40,68 @@ def _exp2(exponent: Array) -> Array:
 # ---- HiF4: an E6M2 scale per block, and levels of one-bit exponents below it ----
 
 
-def exponent_levels(r: Recipe) -> list[Level]:
-    """Return the levels whose scales are single bits, outermost first."""
-    return [level for level in r.levels if level.format == "exponent1"]
-
-
 class Hif4(NamedTuple):
     """The scales of HiF4 blocks, and the magnitudes of elements under them, which are multiples of a step.
 
-    scale: (m, blocks). exponents: one array of bits (m, blocks, block / columns) per level. magnitudes: (m, blocks,
-    block).
+    scale: (m, blocks). codes: the E6M2 codes of the scales. exponents: one array of bits (m, blocks, block / columns)
+    per level. magnitudes: (m, blocks, block).
     """
 
     scale: Array
+    codes: Array
     exponents: list[Array]
     magnitudes: Array
 
 
-def hif4(a: Array, r: Recipe, dtype: Dtype, narrow: bool = False) -> Hif4:
+def hif4(a: Array, r: Recipe, dtype: Dtype, amax: Array | None = None, finite: Array | None = None) -> Hif4:
     """Return the scales and magnitudes of HiF4 for |x|, where HiFloat4 computes in `dtype`.
 
         s = E6M2(clamp(bf16(amax of the block * bf16(1/7)), 2^-48, 49152)),  i = bf16(1 / s)
         bit of a level = (amax of its elements * i / 2^(bits of the levels above) reaches 2^(levels from here down))
         t = |x| / 2^bits * i, rounded to the nearest magnitude of the element, ties away from zero
 
-    A block with NaN has scale NaN. narrow: True to round |x| * i to bfloat16 first, as AMCT does.
+    7 is 1.75 * 2^(levels of bits). A block with NaN has scale NaN.
+
+    amax: the amaxes of the blocks; None computes them.
+    finite: None for HiFloat4. For AMCT, which blocks have a scale; it also rounds |x| * i to bfloat16 first.
     """
-    r_, bf16, levels = _rounds_to(dtype), _rounds_to(BFLOAT16), exponent_levels(r)
-    largest = show("block amax", a.max(-1))
-    s = r_(bf16(largest * bf16(ONE / np.float32(7))))
-    s = np.minimum(np.maximum(s, r_(np.float32(2.0**-48))), E6M2.max)
+    r_, bf16, levels = _rounds_to(dtype), _rounds_to(BFLOAT16), r.exponent_levels
+    largest = show("block amax", a.max(-1) if amax is None else amax)
+    s = r_(bf16(largest * bf16(ONE / np.float32(1.75 * 2 ** len(levels)))))
+    s = show("block scale before rounding", np.minimum(np.maximum(s, r_(np.float32(2.0**-48))), E6M2.max))
     exponent = np.frexp(s)[1] - 1
-    s = show("block scale", r_(np.ldexp(np.rint(np.ldexp(s, 2 - exponent)), exponent - 2)))
-    inverse = r_(bf16(ONE / s))[..., None]
+    s = r_(np.ldexp(np.rint(np.ldexp(s, 2 - exponent)), exponent - 2))
+    has_scale = ~np.isnan(s) if finite is None else finite
+    codes = np.where(has_scale, np.searchsorted(E6M2.magnitudes, s), E6M2.nan_code).astype(np.uint8)
+    show("block scale", codes, E6M2) if dtype == FLOAT32 else show("block scale", s)
+    inverse = show("factor to multiply by", r_(bf16(ONE / s)))[..., None]
     bits: list[Array] = []
     divided = a
     for below, level in zip(range(len(levels), 0, -1), levels, strict=True):
         shape = (*a.shape[:2], -1, level.columns)
         scaled = r_(a.reshape(shape).max(-1) * inverse)
         for above, bit in zip(levels, bits, strict=False):
-            scaled = r_(scaled / _powers(bit, above.columns // level.columns))
+            scaled = r_(scaled / powers_of(bit, above.columns // level.columns))
         bits.append(show(f"exponent bit per {level.columns}", scaled >= 2.0**below))
-        divided = r_(divided / _powers(bits[-1], level.columns))
+        divided = r_(divided / powers_of(bits[-1], level.columns))
     y = show("scaled magnitude", r_(divided * inverse))
-    y = round_to(y, BFLOAT16) if narrow else y
+    y = y if finite is None else show("scaled magnitude in bfloat16", round_to(y, BFLOAT16))
     step = np.float32(2**r.element.mantissa_bits)
     t = r_(np.floor(r_(r_(step * y) + HALF)) / step)
-    return Hif4(s, bits, np.where(t >= 2, r.element.max, t))
+    return Hif4(s, codes, bits, np.where(t >= 2, r.element.max, t))
 
 
-def _powers(bits: Array, count: int) -> Array:
-    """Return 2 where a bit is set and 1 elsewhere, repeated for `count` neighbors."""
-    return np.repeat(np.where(bits, np.float32(2), ONE), count, axis=-1)
-
-
-def quantize_hif4(blocks: Array, r: Recipe) -> tuple[Array, Array]:
+def quantize_hif4(blocks: Array, r: Recipe, amax: Array | None) -> tuple[Array, Array]:
     """Return the codes (m, blocks, block) and the scale bytes (m, blocks * r.scale_bytes) of HiF4.
 
     AMCT counts infinities and NaN as 0, and gives their block the scale NaN.
     """
     is_amct, finite = r.block_rule == "hif4_amct", np.isfinite(blocks)
     x = np.where(finite, blocks, ZERO) if is_amct else blocks
-    found = hif4(np.abs(x), r, FLOAT32, narrow=is_amct)
+    found = hif4(np.abs(x), r, FLOAT32, amax, finite.all(-1) if is_amct else None)
     steps = np.nan_to_num(found.magnitudes * np.float32(2**r.element.mantissa_bits))
     codes = steps.astype(np.uint8) | np.where(x < 0, np.uint8(r.element.sign_bit), np.uint8(0))
-    no_scale = ~finite.all(-1) if is_amct else np.isnan(found.scale)
-    bytes_ = np.where(no_scale, E6M2.nan_code, np.searchsorted(E6M2.magnitudes, found.scale)).astype(np.uint8)
-    packed = np.packbits(np.concatenate(found.exponents, axis=-1), axis=-1)
-    return show("code", codes, r.element), np.concatenate([bytes_[..., None], packed], axis=-1).reshape(len(codes), -1)
-
-
-def hif4_factors(scales: Array, r: Recipe) -> Array:
-    """Return the factor of every element, (m, blocks, block): the block scale times the powers of its exponent bits."""
-    stored = scales.reshape(len(scales), -1, r.scale_bytes)
-    bits, start = np.unpackbits(stored[..., 1:], axis=-1), 0
-    factor = np.repeat(decode(stored[..., 0], E6M2)[..., None], r.block_size, axis=-1)
-    for level in exponent_levels(r):
-        stop = start + r.block_size // level.columns
-        factor, start = factor * _powers(bits[..., start:stop], level.columns), stop
-    return factor
+    return show("code", codes, r.element), joined_scales(found.codes, found.exponents)
 
 
 def hif4_native(x: Array, r: Recipe, tensor_amax: Array | None, amax: Array | None, dtype: Dtype) -> Array:
@@ -129,8 +112,8 @@ def hif4_native(x: Array, r: Recipe, tensor_amax: Array | None, amax: Array | No
     r_, blocks = _rounds_to(dtype), x.reshape(len(x), -1, r.block_size)
     found = hif4(np.abs(blocks), r, dtype)
     y = np.sign(blocks) * found.magnitudes
-    for level, bits in zip(exponent_levels(r), found.exponents, strict=True):
-        y = r_(y * _powers(bits, level.columns))
+    for level, bits in zip(r.exponent_levels, found.exponents, strict=True):
+        y = r_(y * powers_of(bits, level.columns))
     return np.asarray(r_(y * found.scale[..., None]), np.float32).reshape(x.shape)
 
 
@@ -197,47 +180,62 @@ class Scaled(NamedTuple):
         return self.values * round_to(_exp2(self.exponent), dtype)[..., None]
 
 
-def _under(blocks: Array, exponent: Array, r: Recipe, dtype: Dtype) -> Scaled:
+def under_power(blocks: Array, exponent: Array, r: Recipe, dtype: Dtype) -> Scaled:
     """Return MXFP4 blocks under 2^exponent: ties away from zero, computed in float32."""
-    power = round_to(_exp2(exponent), dtype)[..., None]
-    values = np.sign(blocks) * _elements(np.abs(blocks) / power, r.element, _rounds_to(FLOAT32))
+    power = show("factor to divide by", round_to(_exp2(exponent), dtype))[..., None]
+    scaled = show("element / factor", blocks / power)
+    values = np.sign(blocks) * _elements(np.abs(scaled), r.element, _rounds_to(FLOAT32))
     return Scaled(exponent, np.where((exponent < -127)[..., None], ZERO * values, values))
 
 
-def _log2_amax(blocks: Array, divisor: float, dtype: Dtype) -> Array:
+def _log2_amax(amax: Array, divisor: float, dtype: Dtype) -> Array:
     r_ = _rounds_to(dtype)
-    return r_(_log2(r_(r_(np.abs(blocks).max(-1) / np.float32(divisor)) + r_(TINY))))
+    return r_(_log2(r_(r_(amax / np.float32(divisor)) + r_(TINY))))
 
 
-def _msmodelslim(blocks: Array, r: Recipe, dtype: Dtype) -> Scaled:
+def _msmodelslim(blocks: Array, amax: Array, r: Recipe, dtype: Dtype) -> Scaled:
     """Scale by the power of two at or below amax / 3.5, computed as floor(log2(amax / 0.875 + 9.6e-7)) - 2."""
-    return _under(blocks, np.clip(np.floor(_log2_amax(blocks, 0.875, dtype)) - np.float32(2), -129, 125), r, dtype)
+    return under_power(blocks, np.clip(np.floor(_log2_amax(amax, 0.875, dtype)) - np.float32(2), -129, 125), r, dtype)
 
 
-def _msmodelslim_ceil_x(blocks: Array, r: Recipe, dtype: Dtype) -> Scaled:
-    """Scale by the power of two at or above amax / 7.25."""
-    return _under(blocks, np.clip(np.ceil(_log2_amax(blocks, 7.25, dtype)), -129, 125), r, dtype)
+def msmodelslim_ceil_x(blocks: Array, amax: Array, r: Recipe, dtype: Dtype, constant: float = CEIL_X) -> Scaled:
+    """Scale by the power of two at or above amax / constant."""
+    return under_power(blocks, ceil_x_exponent(amax, constant, dtype), r, dtype)
+
+
+def ceil_x_exponent(amax: Array, constant: float, dtype: Dtype) -> Array:
+    """Return the exponents of the scales of ceil_x: ceil(log2(amax / constant + 9.6e-7)), clipped to [-129, 125]."""
+    return np.clip(np.ceil(_log2_amax(amax, constant, dtype)), -129, 125)
+
+
+def amax_of_ceil_x(exponent: Array) -> Array:
+    """Return amaxes that give these exponents by msmodelslim_ceil_x, in every dtype: those of 0.75 * 2^exponent."""
+    return np.maximum(np.float32(0.75) * _exp2(exponent) - TINY, ZERO) * np.float32(CEIL_X)
+
+
+def squared_error(blocks: Array, found: Scaled, dtype: Dtype) -> Array:
+    """Return the squared error per element, where every operation is rounded to dtype."""
+    r_ = _rounds_to(dtype)
+    return r_(np.square(r_(blocks - r_(found.decoded(dtype)))))
 
 
 def _error(blocks: Array, found: Scaled, dtype: Dtype) -> Array:
     """Return the mean squared error per block, where every operation is rounded to dtype."""
-    r_ = _rounds_to(dtype)
-    squares = r_(np.square(r_(blocks - r_(found.decoded(dtype)))))
-    return r_(sum_lanes(squares) / np.float32(blocks.shape[-1]))
+    return round_to(sum_lanes(squared_error(blocks, found, dtype)) / np.float32(blocks.shape[-1]), dtype)
 
 
-def _msmodelslim_4over6(blocks: Array, r: Recipe, dtype: Dtype) -> Scaled:
+def _msmodelslim_4over6(blocks: Array, amax: Array, r: Recipe, dtype: Dtype) -> Scaled:
     """Try the powers of two nearest to amax / 6 and amax / 4, and keep the latter if its error is smaller."""
     r_, found = _rounds_to(dtype), []
     for top in (6, 4):
-        s = r_(np.abs(blocks).max(-1) / np.float32(top))
+        s = r_(amax / np.float32(top))
         log = r_(_log2(np.where(s <= 0, ONE, s)))
         below = np.floor(log)
         fraction, margin = r_(log - below), np.float32(1e-6)
         odd = np.where(below % 2 == 0, below + 1, below)  # a logarithm halfway goes to the odd neighbor
         near = np.where(fraction < r_(HALF - margin), below, odd)
         exponent = np.where(fraction > r_(HALF + margin), below + 1, near)
-        found.append(_under(blocks, np.where(np.isinf(log), log, exponent).astype(np.float32), r, dtype))
+        found.append(under_power(blocks, np.where(np.isinf(log), log, exponent).astype(np.float32), r, dtype))
     six, four = found
     return _smaller(six, four, ~(_error(blocks, four, dtype) >= _error(blocks, six, dtype)))
 
@@ -247,13 +245,14 @@ def _smaller(usual: Scaled, other: Scaled, is_better: Array) -> Scaled:
     return Scaled(np.where(is_better, other.exponent, usual.exponent), values)
 
 
-def _fp8(blocks: Array, r: Recipe, dtype: Dtype, rounding: Rounding = np.floor) -> Scaled:
+def _fp8(blocks: Array, amax: Array, r: Recipe, dtype: Dtype, rounding: Rounding = np.floor) -> Scaled:
     """Round log2 of the amax by `rounding`; elements are rounded to E4M3 in float32, ties away from zero."""
-    r_, e, amax = _rounds_to(dtype), r.element, np.abs(blocks).max(-1)
+    r_, e = _rounds_to(dtype), r.element
     log = r_(_log2(r_(np.where(amax == 0, r_(np.float32(2.0**-126)), amax))))
     exponent = rounding(log) - np.float32(e.emax)
     exponent = np.where(exponent > 127, np.float32(np.nan), np.maximum(exponent, -127))
-    y = np.where(blocks == 0, ZERO, blocks / r_(_exp2(exponent))[..., None])
+    power = show("factor to divide by", r_(_exp2(exponent)))[..., None]
+    y = show("element / factor", np.where(blocks == 0, ZERO, blocks / power))
     a = np.abs(y)
     power = _exp2(np.maximum(np.floor(_log2(np.where(a == 0, ONE, a))), e.emin))
     steps = np.float32(2**e.mantissa_bits)
@@ -261,47 +260,56 @@ def _fp8(blocks: Array, r: Recipe, dtype: Dtype, rounding: Rounding = np.floor) 
     return Scaled(exponent, np.sign(y) * np.where(np.isinf(a), a, np.minimum(magnitude, e.max)))
 
 
-def _msmodelslim_fp8_mse(blocks: Array, r: Recipe, dtype: Dtype) -> Scaled:
+def _msmodelslim_fp8_mse(blocks: Array, amax: Array, r: Recipe, dtype: Dtype) -> Scaled:
     """Try both neighbors of the exponent, and keep the larger one if its error is smaller."""
-    down, up = _fp8(blocks, r, dtype), _fp8(blocks, r, dtype, np.ceil)
+    down, up = _fp8(blocks, amax, r, dtype), _fp8(blocks, amax, r, dtype, np.ceil)
     larger, usual = _error(blocks, up, dtype), _error(blocks, down, dtype)
     return _smaller(down, up, np.isfinite(larger) & ((larger < usual) | ~np.isfinite(usual)))
 
 
-SCALED: dict[str, Callable[[Array, Recipe, Dtype], Scaled]] = {
+SCALED: dict[str, Callable[[Array, Array, Recipe, Dtype], Scaled]] = {
     "e8m0_msmodelslim": _msmodelslim,
-    "e8m0_msmodelslim_ceil_x": _msmodelslim_ceil_x,
+    "e8m0_msmodelslim_ceil_x": msmodelslim_ceil_x,
     "e8m0_msmodelslim_4over6": _msmodelslim_4over6,
     "e8m0_msmodelslim_fp8": _fp8,
     "e8m0_msmodelslim_fp8_mse": _msmodelslim_fp8_mse,
 }
 
 
-def scaled_msmodelslim(blocks: Array, outer: Array, r: Recipe, dtype: Dtype) -> Scaled:
-    """Return msmodelslim's blocks. outer: the float32 scale of each block, by which dual-level MXFP4 divides first."""
+def scaled_msmodelslim(blocks: Array, outer: Array, r: Recipe, dtype: Dtype, amax: Array | None = None) -> Scaled:
+    """Return msmodelslim's blocks. outer: the float32 scale of each block, by which dual-level MXFP4 divides first.
+
+    amax: the amaxes of the blocks; None computes them.
+    """
     if r.levels:
-        blocks, dtype = show("element / outer scale", blocks / outer[..., None]), FLOAT32
-    return SCALED[str(r.block_rule)](blocks, r, dtype)
+        blocks, dtype = show(f"element / scale per {r.tensor_columns}", blocks / outer[..., None]), FLOAT32
+        amax = None if amax is None else amax / outer
+    name = "amax of the searched scale" if r.search else "block amax"
+    amax = show(name, np.abs(blocks).max(-1) if amax is None else amax)
+    return SCALED[str(r.block_rule)](blocks, amax, r, dtype)
 
 
 def mx_msmodelslim(x: Array, r: Recipe, tensor_amax: Array | None, amax: Array | None, dtype: Dtype) -> Array:
     """Fake-quantize x as msmodelslim does: element values times powers of two that are rounded to dtype."""
-    return scaled_msmodelslim(x.reshape(len(x), -1, r.block_size), ONE, r, dtype).decoded(dtype).reshape(x.shape)
+    return scaled_msmodelslim(x.reshape(len(x), -1, r.block_size), ONE, r, dtype, amax).decoded(dtype).reshape(x.shape)
 
 
-def quantize_whole(blocks: Array, outer: Array, r: Recipe, dtype: Dtype) -> tuple[Array, Array]:
+def quantize_whole(
+    blocks: Array, outer: Array, r: Recipe, dtype: Dtype, amax: Array | None = None
+) -> tuple[Array, Array]:
     """Return codes (m, blocks, block) and scale bytes (m, blocks * r.scale_bytes) by a rule that makes both.
 
     msmodelslim stores byte 0 for an exponent that is NaN. Codes of NaN have the sign bit, as x86-64 gives it.
     """
     if r.scale == E6M2:
-        return quantize_hif4(blocks, r)
-    found, e = scaled_msmodelslim(blocks, outer, r, dtype), r.element
+        return quantize_hif4(blocks, r, amax)
+    found, e = scaled_msmodelslim(blocks, outer, r, dtype, amax), r.element
+    bytes_ = np.where(np.isfinite(found.exponent), found.exponent + 127, 0).astype(np.int64).astype(np.uint8)
+    scales = show("block scale", bytes_, E8M0)
     size = np.where(np.isfinite(found.values), np.abs(found.values), ZERO)
     codes = np.searchsorted(e.magnitudes, size).astype(np.uint8)
     if e.specials != "none":
         codes = np.where(np.isfinite(found.values), codes, np.uint8(e.nan_code))
     negative = np.signbit(found.values) | np.isnan(found.values)
     codes = codes | np.where(negative, np.uint8(e.sign_bit), np.uint8(0))
-    bytes_ = np.where(np.isfinite(found.exponent), found.exponent + 127, 0).astype(np.int64).astype(np.uint8)
-    return show("code", codes, e), show("block scale", bytes_, E8M0)
+    return show("code", codes, e), scales

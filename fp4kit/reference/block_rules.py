@@ -40,7 +40,7 @@ from fp4kit.reference.codec import (
     inverse_e8m0,
     show,
 )
-from fp4kit.reference.tensor_rules import TensorScale, nncf_scale, reciprocal_of_scale
+from fp4kit.reference.tensor_rules import TensorScale, largest_element, nncf_scale, reciprocal_of_scale
 
 
 class BlockRule(NamedTuple):
@@ -1773,12 +1773,12 @@ def _code(rounding: str) -> Code:
     def code(amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
         """Return the scale code of each block: S(amax / M * tensor.encode).
 
-        S() gives a code of the scale format, M is the largest magnitude of an element, and tensor.encode is the encode
-        scale of the tensor, or 1 without a tensor scale. A NaN amax gives the NaN of the scale format, or its largest
-        value if it has no NaN. dtype is not used.
+        S() gives a code of the scale format, M is the largest magnitude of an element, times 2 per level of exponent
+        bits, and tensor.encode is the encode scale of the tensor, or 1 without a tensor scale. A NaN amax gives the NaN
+        of the scale format, or its largest value if it has no NaN. dtype is not used.
         """
         assert recipe.scale is not None
-        scale = show("block scale before rounding", amax / recipe.element.amax_target * tensor.encode)
+        scale = show("block scale before rounding", amax / largest_element(recipe) * tensor.encode)
         return encode_scale(scale, recipe.scale, rounding)
 
     return code

@@ -172,9 +172,10 @@ def encode(
 
     Args:
         x: float32; float16 and bfloat16 are widened, exactly.
-        fmt: the element format. For E8M0, which has no zero, this is encode_e8m0(x, rounding), and the other arguments
-            are ignored. A Codebook encodes to the nearest value (see there), and rounding, sign and step are ignored.
-        rounding: a name from the list above; for E8M0 "rp", "rz" or "rn".
+        fmt: the element format. For E8M0 and E6M2, which have no zero, this is encode_scale(x, fmt, rounding), and the
+            other arguments are ignored. A Codebook encodes to the nearest value (see there), and rounding, sign and
+            step are ignored.
+        rounding: a name from the list above; for E8M0 and E6M2 "rp", "rz" or "rn".
         sign: which elements get the sign bit: "signbit" (-0 has the code of -0), "negative" (only x < 0),
             "not_positive" (x <= 0, also +0) or "unsigned_zero" (x < 0, except if it rounds to zero). It applies to
             float formats only.
@@ -191,9 +192,9 @@ def encode(
         subnormal codes are kept.
         Integers are rounded and then clamped to [-2^(bits-1), 2^(bits-1) - 1].
     """
-    if not fmt.has_zero:
-        return encode_e8m0(x, rounding)
     x = np.asarray(x, np.float32)
+    if not fmt.has_zero:
+        return encode_scale(x, fmt, rounding)
     if isinstance(fmt, Codebook):
         return np.where(np.isnan(x), np.uint8(fmt.nan_code if nan_code is None else nan_code), fmt.nearest(x))
     nan = ~np.isfinite(x) if rounding == "rnw" else np.isnan(x)
@@ -235,17 +236,19 @@ _SCALE_ROUNDINGS: dict[str, Rounding] = {"rp": np.ceil, "rz": ROUNDINGS["rz"], "
 def encode_scale(x: Array, fmt: ElementFormat, rounding: str) -> Array:
     """Return the codes of float32 x >= 0 in a scale format: uint8, in the shape of x.
 
-    Numbers beyond the largest value, infinity included, become the largest value. NaN gives fmt.nan_code. For E8M0,
-    encode_e8m0 is used, so numbers below 2^-127 become 2^-127.
+    Numbers beyond the largest value, infinity included, become the largest value. NaN gives fmt.nan_code. In E8M0 and
+    E6M2, which have no zero, numbers below the smallest value become that value, and negative numbers give NaN.
 
     rounding: "rp" up, "rz" down, "rn" to nearest even.
     """
-    if not fmt.has_zero:
+    if fmt == E8M0:
         return encode_e8m0(x, rounding)
-    nan = np.isnan(x)
-    a = np.where(nan, np.float32(0), np.minimum(x, fmt.max))
-    codes = codes_of(a, fmt.emin, fmt.mantissa_bits, _SCALE_ROUNDINGS[rounding]).astype(np.uint8)
-    return np.where(nan, np.uint8(fmt.nan_code), codes)
+    smallest = np.float32(0) if fmt.has_zero else fmt.min_normal
+    nan = np.isnan(x) | ((x < 0) & (not fmt.has_zero))
+    a = np.clip(np.where(nan, smallest, x), smallest, fmt.max)
+    codes = codes_of(a, fmt.emin, fmt.mantissa_bits, _SCALE_ROUNDINGS[rounding])
+    codes -= 0 if fmt.has_zero else 1 << fmt.mantissa_bits  # without a zero, codes are lower by those of one exponent
+    return np.where(nan, np.uint8(fmt.nan_code), codes.astype(np.uint8))
 
 
 def encode_e8m0(x: Array, rounding: str = "rp") -> Array:
@@ -270,6 +273,41 @@ def encode_e8m0(x: Array, rounding: str = "rp") -> Array:
     a = np.clip(np.where(nan, np.float32(1), x).astype(np.float64), E8M0.min_subnormal, E8M0.max)
     codes = codes_of(a, E8M0.emin, 0, _SCALE_ROUNDINGS[rounding]) - 1  # E8M0 has no zero: codes are one lower
     return np.where(nan, 255, codes).astype(np.uint8)
+
+
+# ---- levels of exponent bits below a block scale ----
+
+
+def powers_of(bits: Array, count: int) -> Array:
+    """Return 2 where a bit is set and 1 elsewhere, repeated for `count` neighbors."""
+    return np.repeat(np.where(bits, np.float32(2), ONE), count, axis=-1)
+
+
+def joined_scales(codes: Array, exponents: list[Array]) -> Array:
+    """Return the bytes of block_scale (m, blocks * bytes): a block's scale code, then its exponent bits.
+
+    codes: uint8 (m, blocks). exponents: one array of bits (m, blocks, groups) per level, outermost first.
+    """
+    packed = np.packbits(np.concatenate(exponents, axis=-1), axis=-1)
+    return np.concatenate([codes[..., None], packed], axis=-1).reshape(len(codes), -1)
+
+
+def exponent_bits(stored: Array, recipe: Recipe) -> list[Array]:
+    """Return the bits (m, blocks, groups) of each level, from the bytes of block_scale: the inverse of joined_scales.
+
+    stored: (m, blocks * bytes).
+    """
+    bits = np.unpackbits(stored.reshape(len(stored), -1, recipe.scale_bytes)[..., 1:], axis=-1)
+    ends = np.cumsum([recipe.block_size // level.columns for level in recipe.exponent_levels])
+    return np.split(bits, ends, axis=-1)[:-1]
+
+
+def split_scales(stored: Array, recipe: Recipe) -> tuple[Array, Array]:
+    """Return the scale codes (m, blocks), and 2^(set exponent bits) of every element (m, blocks, block)."""
+    powers = np.ones(1, np.float32)
+    for level, bits in zip(recipe.exponent_levels, exponent_bits(stored, recipe), strict=True):
+        powers = powers * powers_of(bits, level.columns)
+    return stored[:, :: recipe.scale_bytes], powers
 
 
 TILE_ELEMENTS = 1 << 15  # few enough that the temporary arrays fit in the cache and take only a few MiB

@@ -15,8 +15,7 @@ from fp4kit.formats import E2M1, E4M3, E8M0, ElementFormat, IntegerOrFloat
 from fp4kit.recipes import Recipe, rules
 from fp4kit.recipes.schema import decoding
 from fp4kit.reference.arith import ONE, Array, Dtype, reciprocal_approx_ftz, reciprocal_or_zero, round_to
-from fp4kit.reference.ascend import hif4_factors
-from fp4kit.reference.codec import decode, encode, show, tiles
+from fp4kit.reference.codec import decode, encode, show, split_scales, tiles
 from fp4kit.reference.tensor_rules import TINY_AMAX, TensorScale, full_range, tensor_scale
 
 HALF, BFLOAT16 = np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)
@@ -148,8 +147,8 @@ DECODE_RULES: dict[str, Callable[..., Array]] = {
     # Source: MLX mx.dequantize of float16 on a CPU; fouroversix dequantize, for every dtype
     "e8m0_float16": lambda v, s, t, r: _float16(v, s),
     "e8m0_float16_0322": lambda v, s, t, r: _float16(v, s),
-    # Source: HiFloat4 quant_cy, AMCT hif4_unpack: element, exponent bits and scale, in an exact product
-    "hif4": lambda v, s, t, r: v * hif4_factors(s, r),
+    # Source: HiFloat4 quant_cy, AMCT hif4_unpack. v includes the exponent bits; the product is exact
+    "hif4": _product,
     # Source: msmodelslim W4A4MXDynamicDualScaleFakeQuantLinear
     "e8m0_levels": lambda v, s, t, r: v * _e8m0(s, np.nan) * t.decode,
 }
@@ -177,6 +176,9 @@ def dequantize_tile(codes: Array, scales: Array | None, recipe: Recipe, tensor: 
     else:
         values = decode(blocks, _read_as(recipe.element, recipe.decode_rule))
     values = show("element value", values)
+    if recipe.exponent_levels and scales is not None:
+        scales, powers = split_scales(scales, recipe)
+        values = show("element value * powers of two", values * powers)
     expanded = TensorScale(*(np.asarray(part)[..., None] for part in tensor))
     with np.errstate(all="ignore"):
         decoded = DECODE_RULES[recipe.decode_rule](values, scales, expanded, recipe)

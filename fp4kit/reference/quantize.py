@@ -21,6 +21,8 @@ from fp4kit.reference.codec import (
     block_amax,
     decode,
     encode,
+    joined_scales,
+    powers_of,
     reduce_amax,
     show,
     spread_rows,
@@ -84,8 +86,9 @@ def tensor_amax(x: Array, recipe: Recipe, hadamard: int | None = None) -> Array:
     M, K = x.shape
     size = recipe.block_size
     if recipe.levels and recipe.tensor_scaling == "block":
-        starts = np.arange(0, K, recipe.tensor_columns)
-        return np.maximum.reduceat(np.abs(widen(x, hadamard)), starts, axis=1)
+        a = np.abs(widen(x, hadamard))
+        a = np.where(np.isnan(a), np.float32(0), a) if recipe.is_custom and recipe.amax_nan == "ignore" else a
+        return np.maximum.reduceat(a, np.arange(0, K, recipe.tensor_columns), axis=1)
     out = np.zeros({"row": (M, 1), "block": (M, K // size)}.get(recipe.tensor_scaling, (1, 1)), np.float32)
     combine = np.maximum if recipe.amax_nan == "propagate" else np.fmax
     for rows, columns in tiles(x.shape, recipe.block):
@@ -136,7 +139,7 @@ def quantize_tile(
         return encode_tile(x, recipe, tensor, dtype, None, random), None
     blocks = x.reshape(m, -1, recipe.block_size)
     if rules.BLOCK_RULES[recipe.block_rule].whole:
-        codes, scales = quantize_whole(blocks, np.broadcast_to(tensor.decode, blocks.shape[:2]), recipe, dtype)
+        codes, scales = quantize_whole(blocks, np.broadcast_to(tensor.decode, blocks.shape[:2]), recipe, dtype, amax)
         return codes.reshape(m, k), scales
     amax = show("block amax", block_amax(x, recipe) if amax is None else amax)
     if isinstance(random, Noise):
@@ -152,8 +155,30 @@ def quantize_tile(
             factor = rule.factor(scales, amax, tensor, recipe, dtype)
         factor = spread_rows(factor, recipe, m)
         scales = spread_rows(scales, recipe, m)
+        if recipe.exponent_levels:
+            blocks, bits = under_exponents(blocks, factor[..., None], recipe)
+            scales = joined_scales(scales, bits)
         codes = encode_elements(blocks, factor[..., None], recipe, dtype, random, tensor)
     return codes.reshape(m, k), scales
+
+
+def under_exponents(blocks: Array, factor: Array, recipe: Recipe) -> tuple[Array, list[Array]]:
+    """Return the elements divided by 2^(their exponent bits), and the bits (m, blocks, groups) of each level.
+
+    A bit is set if an element of its group, times the factor and divided by the powers of the levels above, exceeds
+    L * 2^(levels below). L is the largest magnitude of the element format plus half a step, the distance to the next
+    smaller magnitude or 0. So without a bit, no element of the group is clipped by more than half a step.
+    """
+    scaled, bits, levels = np.abs(blocks * factor), [], recipe.exponent_levels
+    second, largest = np.append(np.float32(0), recipe.element.magnitudes)[-2:]
+    limit = largest + (largest - second) / np.float32(2)
+    for below, level in zip(reversed(range(len(levels))), levels, strict=True):
+        groups = scaled.reshape(*scaled.shape[:2], -1, level.columns)
+        exceeds = (groups > limit * np.float32(2**below)).any(-1)
+        bits.append(show(f"exponent bit per {level.columns}", exceeds))
+        powers = powers_of(bits[-1], level.columns)
+        scaled, blocks = scaled / powers, blocks / powers
+    return show("element / powers of two", blocks), bits
 
 
 def encode_tile(

@@ -13,16 +13,17 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fp4kit.formats import E2M1, E4M3, E8M0
+from fp4kit.formats import E2M1, E4M3, E8M0, FLT_MAX
 from fp4kit.recipes import Recipe, rules
 from fp4kit.recipes.schema import searching
-from fp4kit.reference.arith import ONE, Array, Dtype, divide_full, fma, log2, sum_halves, sum_lanes
+from fp4kit.reference.arith import ONE, Array, Dtype, divide_full, fma, log2, round_to, sum_halves, sum_lanes
 from fp4kit.reference.arith import power as raised
+from fp4kit.reference.ascend import amax_of_ceil_x, ceil_x_exponent, squared_error, under_power
 from fp4kit.reference.block_rules import BLOCK_RULES
 from fp4kit.reference.codec import block_amax, decode, encode, is_per_expert, part_for_matrix, stack, tiles, untraced
 from fp4kit.reference.dequantize import dequantize_tile
 from fp4kit.reference.quantize import quantize_tile, widen
-from fp4kit.reference.tensor_rules import TensorScale, tensor_scale
+from fp4kit.reference.tensor_rules import TensorScale, encoding_scale, largest_element, tensor_scale
 
 CODES = np.arange(1, 127, dtype=np.uint8)  # the positive E4M3 codes
 OWN_RULE = "modelopt_static"  # the block rule that makes the scale code of a block's own amax
@@ -452,7 +453,59 @@ def search_quest(x: Array, amax: Array, tensor: TensorScale, recipe: Recipe, dty
     return np.where(usual, np.ldexp(np.float32(1), exponent + recipe.element.emax), np.float32(np.nan))
 
 
+CEIL_X_CONSTANTS = np.arange(24, 49, dtype=np.float32) / np.float32(4)  # 6, 6.25 to 12
+
+
+def ceil_x_constant(x: Array, recipe: Recipe, hadamard: int | None = None) -> tuple[np.float32, Array]:
+    """Return (c, block amaxes): the constant that msmodelslim's search of ceil_x chooses for x (M, K), and its amaxes.
+
+        c = the first constant whose mean over the whole of x of (element - value)^2 is smallest
+        scale = the power of two at or above amax / c
+
+    Errors are rounded to the dtype of x, T, after every operation. The mean is T(sum / count). The sum is computed in
+    float64 and rounded to float32, while PyTorch adds float32 numbers in an order of its own. If every mean is infinite
+    or NaN, c is 6. Source: msmodelslim AutoWeightQuantizer, ceil_x.
+    """
+    dtype, size = x.dtype, recipe.block_size
+    sums, amaxes = np.zeros(len(CEIL_X_CONSTANTS)), np.zeros((len(x), x.shape[1] // size), np.float32)
+    for rows, columns in tiles(x.shape, recipe.block):
+        tile = widen(x[rows, columns], hadamard)
+        blocks = tile.reshape(len(tile), -1, size)
+        amax = amaxes[rows, columns.start // size : columns.stop // size] = np.abs(blocks).max(-1)
+        lowest = ceil_x_exponent(amax, CEIL_X_CONSTANTS[-1], dtype)
+        steps = [np.nan_to_num(ceil_x_exponent(amax, c, dtype) - lowest).astype(int) for c in CEIL_X_CONSTANTS]
+        errors = []  # per block, for each exponent that a constant gives, of which there are few
+        for step in range(int(np.max(steps)) + 1):
+            found = under_power(blocks, lowest + np.float32(step), recipe, dtype)
+            errors.append(squared_error(blocks, found, dtype).sum(-1, dtype=np.float64))
+        sums += [np.choose(step, errors).sum() for step in steps]
+    means = round_to(sums.astype(np.float32) / np.float32(x.size), dtype)
+    return CEIL_X_CONSTANTS[np.where(np.isfinite(means), means, np.float32(np.inf)).argmin()], amaxes
+
+
+def search_msmodelslim_ceil_x(x: Array, recipe: Recipe, hadamard: int | None) -> Array:
+    """Return block amaxes that give the scales of msmodelslim's search by the rule: float32 (M, blocks)."""
+    constant, amaxes = ceil_x_constant(x, recipe, hadamard)
+    return amax_of_ceil_x(ceil_x_exponent(amaxes, constant, x.dtype))
+
+
 SEARCHES: dict[str, Callable[..., Array]] = {name: globals()[f"search_{name}"] for name in rules.SEARCHES}
+
+
+@np.errstate(all="ignore")
+def under_every_scale(x: Array, r: Recipe, outer: Array | None) -> tuple[Array, Array]:
+    """Return the codes of block scales, and the values (scales, block) of the block x under each of them.
+
+    The block is quantized with the amaxes from which the scales follow, under the tensor scale `outer`.
+    """
+    assert r.scale is not None
+    tensor = encoding_scale(outer, r, x.dtype)
+    amax = r.scale.magnitudes.astype(np.float64)[:, None] * float(largest_element(r)) * tensor.decode
+    amax = amax[((amax > 0) & (amax <= FLT_MAX))[:, 0]].astype(np.float32)
+    rows = np.broadcast_to(x.astype(np.float32), (len(amax), len(x)))
+    codes, scales = quantize_tile(rows, r, tensor, x.dtype, amax, None)
+    found, places = np.unique(np.asarray(scales)[:, 0], return_index=True)
+    return found, dequantize_tile(codes, scales, r, tensor)[places]
 
 
 @np.errstate(all="ignore")
@@ -475,8 +528,11 @@ def searched(call: Any, amax: Array | None) -> Any:
     call: a call whose recipe has a search and whose array is not empty.
     amax: the tensor amax, or None if the recipe has no tensor scale.
     """
-    search = partial(search_matrix, recipe=call.recipe, hadamard=call.mask)
-    with untraced():
+    r, search = call.recipe, partial(search_matrix, recipe=call.recipe, hadamard=call.mask)
+    with untraced(), np.errstate(all="ignore"):
+        if rules.SEARCHES[r.search].block_rule:  # one choice for the whole array
+            found = SEARCHES[r.search](call.moved.reshape(-1, call.moved.shape[-1]), r, call.mask)
+            return call._replace(block_amax=found.reshape(*call.moved.shape[:-1], -1))
         return call._replace(block_amax=chosen_amaxes(call, amax, search))
 
 

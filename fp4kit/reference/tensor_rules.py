@@ -548,12 +548,19 @@ def reciprocal_of_scale(scale: Array) -> Array:
     return ONE / np.where(np.abs(scale) < SMALLEST_SCALE, SMALLEST_SCALE, scale)
 
 
+def largest_element(recipe: Recipe) -> np.float32:
+    """Return what amax rules scale an amax to: the element's target, times 2 per level of exponent bits."""
+    return np.float32(recipe.element.amax_target * np.float32(2 ** len(recipe.exponent_levels)))
+
+
 def amax_range(recipe: Recipe) -> np.float32:
     """Return the tensor amax that gets the tensor scale 1 from an amax rule (see _amax_rule).
 
-    This amax is the largest magnitude of an element, times the largest block scale if the recipe has block scales.
+    This amax is the largest magnitude of an element, times the largest block scale if the recipe has block scales. For
+    scale formats up to more than 2^100, such as E8M0, the largest block scale under a tensor scale is 1.
     """
-    return recipe.element.max if recipe.scale is None else recipe.element.max * recipe.scale.max
+    top = ONE if recipe.scale is None or recipe.scale.max > 2.0**100 else recipe.scale.max
+    return largest_element(recipe) * top
 
 
 def _narrowed(x: Array, dtype: Dtype, direction: int) -> Array:

@@ -40,6 +40,7 @@ COMMANDS = {
     "recipes.live/1": "recipes mxfp4-gguf --live --seconds 0.1",
     "agreement/1": "recipes --agreement",
     "formats/1": "formats",
+    "formats.values/1": "formats e6m2",
     "fuzz/1": "fuzz --cases 2 --operations pack --host",
 }
 

@@ -12,7 +12,7 @@ from own_formats import UE5M3, check_drawn_calls, pairs_at_bounds
 
 import fp4kit
 from fp4kit.cpu.codec import tables_of
-from fp4kit.formats import E2M1, E3M2, E4M3, E8M0, INT8, MX4, NF4, ElementFormat
+from fp4kit.formats import E2M1, E3M2, E4M3, E6M2, E8M0, INT8, MX4, NF4, ElementFormat
 from fp4kit.reference.block_rules import BLOCK_RULES
 from fp4kit.reference.codec import encode
 from fp4kit.reference.tensor_rules import ONE, TensorScale
@@ -30,7 +30,9 @@ def test_drawn_calls(seed):
     check_drawn_calls(seed)
 
 
-@pytest.mark.parametrize(("element", "scale"), [*product([NF4, E2M1, INT8], [UE5M3, "float16"]), (MX4, E8M0)], ids=str)
+@pytest.mark.parametrize(
+    ("element", "scale"), [*product([NF4, E2M1, INT8], [UE5M3, E6M2, "float16"]), (MX4, E8M0)], ids=str
+)
 def test_finite_elements_are_done_by_the_engine(element, scale, monkeypatch):
     """The engine computes finite elements itself. Otherwise the tests would compare the specification with itself."""
     x = np.random.default_rng(0).standard_normal((64, 128), dtype=np.float32)
@@ -68,7 +70,7 @@ def test_stochastic_rounding_and_hadamard():
     agree(fp4kit.fake_quantize, x, fp4kit.custom_recipe("mine", NF4, UE5M3, 16))
 
 
-@pytest.mark.parametrize("scale", [UE5M3, E4M3, E8M0, E3M2], ids=repr)
+@pytest.mark.parametrize("scale", [UE5M3, E4M3, E8M0, E6M2, E3M2], ids=repr)
 def test_pieces_hold_every_float(scale):
     """The tables give the specification's codes on both sides of every bound, and at random numbers."""
     r = fp4kit.custom_recipe("mine", E4M3, scale, 16, scale_rounding="up")

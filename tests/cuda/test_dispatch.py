@@ -30,7 +30,7 @@ from fp4kit.cuda.dispatch import (
 )
 from fp4kit.cuda.launch import LAUNCHES, THREADS
 from fp4kit.cuda.search import check_search
-from fp4kit.formats import E1M2, E2M1, E2M3, E3M0, E8M0, MX4, ElementFormat
+from fp4kit.formats import E1M2, E2M1, E2M3, E3M0, E6M2, E8M0, MX4, ElementFormat
 from fp4kit.quantized.container import Quantized
 from fp4kit.recipes import RECIPES, Recipe
 from fp4kit.reference.stochastic import TE_SIGN_MASK
@@ -249,6 +249,7 @@ FAR = ElementFormat("Far", 4, 3, -3, specials="none")
 CUSTOM = {  # maps a recipe for formats of one's own to a part of its error
     fp4kit.custom_recipe("powers", E2M1, ElementFormat("E5M0", 5, 0, 15, signed=False), 32): "scales E5M0 without mant",
     fp4kit.custom_recipe("pairs", MX4, E8M0, 2): "blocks of 2 columns, which no CUDA kernel supports; needs a multiple",
+    fp4kit.custom_recipe("no-zero", E2M1, E6M2, 32): "scales E6M2, which have no zero, which no CUDA kernel supports",
     fp4kit.custom_recipe("far", E2M1, FAR, 32): "scales Far with bias -3, which no CUDA kernel supports; needs a bias",
 }
 

@@ -232,6 +232,21 @@ def test_print_of_a_recipe():
     )
 
 
+def test_print_of_levels():
+    x = np.zeros((2, 128), np.float32)
+    x[0, :4], x[1, 0] = 7, -1
+    text = str(fp4kit.quantize(x, "hif4-amct"))
+    assert "  block scales   E6M2, one per 1 x 64 elements, linear\n" in text
+    assert "  exponent bits  one per 1 x 8 elements, 6.25% set\n" in text  # 2 of 32
+    assert "  exponent bits  one per 1 x 4 elements, 3.12% set\n" in text  # 2 of 64
+    text = str(fp4kit.quantize(x[:, :96], "mxfp4-msmodelslim-dual-64"))
+    assert "  outer scales  float32, one per 1 x 64 elements, 0 to 1.16667\n" in text
+    assert "float32 per 1 x 512 block, E8M0 per 1 x 32 block" in str(fp4kit.recipe("mxfp4-msmodelslim-dual"))
+    assert "float32 per tensor, E4M3 per 1 x 16 block" in str(fp4kit.recipe("nvfp4-te"))
+    empty = fp4kit.quantize(x[:0], "hif4-amct")
+    assert "exponent bits" not in str(empty) and "block scales" in str(empty)
+
+
 def test_reprs_stay_one_line():
     for value in shown().values():
         if not isinstance(value, fp4kit.Comparison | fp4kit.Identification):

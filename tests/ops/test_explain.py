@@ -11,7 +11,7 @@ from searched import searched_blocks
 
 import fp4kit
 from fp4kit.formats import E2M1, ElementFormat
-from fp4kit.recipes import RECIPES
+from fp4kit.recipes import ALL_RECIPES, RECIPES
 from fp4kit.reference.codec import show, traced, untraced
 
 DTYPES = (np.float32, ml_dtypes.bfloat16, np.float16)
@@ -150,6 +150,69 @@ def test_formats_of_ones_own(recipe):
     if recipe.scale is not None:
         names = [step.name for step in found.steps[0]]
         assert "block scale before rounding" in names and found["block scale"].format == "UE5M3"
+
+
+OTHERS = [id for id, r in ALL_RECIPES.items() if r.specification_only]
+LEVELED = [id for id in OTHERS if fp4kit.recipe(id).levels and not fp4kit.recipe(id).fake_only]
+OF_LEVELS = {
+    "bits": fp4kit.custom_recipe("bits", E2M1, levels=[(64, "E6M2"), (16, "exponent1"), (4, "exponent1")]),
+    "dual": fp4kit.custom_recipe("dual", E2M1, levels=[(192, "float16"), (32, "E8M0")], scale_rounding="up"),
+    "all": fp4kit.custom_recipe("all", E2M1, levels=[(256, "float32"), (64, "UE5M3"), (8, "exponent1")]),
+}
+
+
+@pytest.mark.parametrize("id", OTHERS)
+def test_recipes_of_the_specification_alone(id):
+    """The last steps are those of the public functions, also for an element in an incomplete outer block."""
+    for i, dtype in enumerate(DTYPES):
+        x = np.tile(drawn(dtype, finite=True), (1, 5))
+        r = fp4kit.recipe(id)
+        values = fp4kit.fake_quantize(x, id) if r.fake_only else fp4kit.quantize(x, id).dequantize()
+        rng = np.random.default_rng(i)
+        for at in zip(rng.integers(32, size=3).tolist(), rng.integers(640, size=3).tolist(), strict=True):
+            found, width = fp4kit.explain(x, id, at)["result"], f"u{x.dtype.itemsize}"
+            expected = values[at]
+            assert found.bits == int(expected.view(width)) or (np.isnan(expected) and np.isnan(found.value)), (id, at)
+        moved = fp4kit.explain(np.ascontiguousarray(x.T), id, at[::-1], axis=0)["result"]
+        assert moved.bits == found.bits or np.isnan(found.value)
+
+
+@pytest.mark.parametrize("name", [*LEVELED, *OF_LEVELS])
+def test_each_level_is_shown_with_its_scale_code_and_bits(name):
+    r = OF_LEVELS.get(name) or fp4kit.recipe(name)
+    x = np.tile(drawn(np.float32, finite=True), (1, 5))
+    q = fp4kit.quantize(x, r)
+    codes = fp4kit.unpack(q.packed) if r.is_packed else q.packed
+    entries = q.block_scale.reshape(32, -1, r.scale_bytes)
+    for row, column in ((0, 0), (17, 63), (30, 639), (9, 421)):
+        found = fp4kit.explain(x, r, (row, column))
+        block, inside = divmod(column, r.block_size)
+        assert found["code"].bits == codes[row, column]
+        step, entry = found["block scale"], entries[row, block]
+        assert (step.format, step.bits, step.width) == (r.scale.name, entry[0], 8)
+        assert step.value == r.scale.values[entry[0]]
+        bits, start = np.unpackbits(entry[1:]), 0
+        for level in r.exponent_levels:
+            step = found[f"exponent bit per {level.columns}"]
+            bit = int(bits[start + inside // level.columns])
+            assert (step.format, step.bits, step.width, step.value) == ("exponent1", bit, 1, 2.0**bit)
+            start += r.block_size // level.columns
+        if r.tensor_scaling == "block":
+            step = found[f"scale per {r.tensor_columns}"]
+            assert step.value == q.tensor_scale[row, column // r.tensor_columns] and step.format == "float32"
+            assert found[f"amax per {r.tensor_columns}"].value == q.tensor_amax[row, column // r.tensor_columns]
+
+
+def test_a_search_of_the_whole_array_is_explained_for_the_whole_array():
+    """In its own block alone, the element would get another scale."""
+    x = np.random.default_rng(3).normal(size=(64, 64)).astype(np.float32)
+    id, differing = "mxfp4-msmodelslim-ceil-x-search", 0
+    q = fp4kit.quantize(x, id)
+    for row in range(64):
+        found = fp4kit.explain(x, id, (row, 40))
+        assert found["block scale"].bits == q.block_scale[row, 1] and found["result"].value == q.dequantize()[row, 40]
+        differing += found["block scale"].bits != fp4kit.explain(x[row : row + 1, 32:], id, (0, 8))["block scale"].bits
+    assert differing
 
 
 def test_one_float32_scale_per_block_is_a_block_scale() -> None:

@@ -83,6 +83,46 @@ def test_error_against_scale_contains_the_scales_that_recipes_choose(x):
         assert line.get_label() == id
 
 
+LEVELS = {
+    "hif4-amct": "hif4-amct",
+    "dual": "mxfp4-msmodelslim-dual",
+    "search": "mxfp4-msmodelslim-ceil-x-search",
+    "mse": "mxfp8-msmodelslim-mse",
+    "own": fp4kit.custom_recipe(
+        "own", fp4kit.formats.E2M1, levels=[(64, "float16"), (32, "UE5M3"), (8, "exponent1")], scale_rounding="down"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LEVELS)
+def test_recipes_with_levels_or_of_the_specification_alone(x, name):
+    """Their curve has the errors under the scales that amaxes give, and contains the chosen scale."""
+    r = fp4kit.recipe(LEVELS[name])
+    for amax in (None, np.float32(4)):
+        ax = fp4kit.plot.error_against_scale(x[0, : r.block_size], r, tensor_amax=amax)
+        scales, errors = ax.lines[0].get_data()
+        (at,), (error,) = ax.lines[2].get_data()
+        q = fp4kit.quantize(x[0, : r.block_size], r, tensor_amax=amax if r.tensor_scaling == "block" else None)
+        found = r.scale.values[q.block_scale[0]] * (1 if q.tensor_scale is None else q.tensor_scale[0])
+        assert error == np.mean((q.dequantize(np.float32).astype(np.float64) - x[0, : r.block_size]) ** 2)
+        assert at == pytest.approx(found) and errors[np.abs(scales / at - 1).argmin()] == error
+        assert len(scales) >= 4 and (np.diff(scales) > 0).all() and ax.lines[1].get_ydata()[0] == errors.min()
+    ax = fp4kit.plot.block(x, r, (3, 40))
+    names = [label.get_text() for label in ax.get_yticklabels()]
+    texts = np.array([text.get_text() for text in ax.texts]).reshape(len(names), r.block_size)
+    cut = (3, slice(40 // r.block_size * r.block_size, (40 // r.block_size + 1) * r.block_size))
+    wanted = fp4kit.fake_quantize(x, r)[cut]
+    assert np.allclose([float(t) for t in texts[names.index("result")]], wanted, rtol=0.05)
+    shown = " ".join([*names, ax.get_title(loc="left")])
+    assert all(f"exponent bit per {level.columns}" in shown for level in r.exponent_levels) and "block scale" in shown
+
+
+def test_levels_are_drawn_on_axes_of_their_own(x):
+    other = fp4kit.custom_recipe("other", fp4kit.formats.E1M2, levels=[(64, "E6M2"), (16, "exponent1")])
+    with pytest.raises(ValueError, match="other and hif4-amct differ in format or block; draw them on two Axes"):
+        fp4kit.plot.error_against_scale(x[0], ["hif4-amct", other])
+
+
 def test_compare_recipes_shows_percents(x):
     found = fp4kit.compare_recipes(x, ["nvfp4-te", "nvfp4-modelopt-fake", "mxfp4-ocp"])
     ax = fp4kit.plot.compare_recipes(found)

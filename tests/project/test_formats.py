@@ -52,6 +52,29 @@ def test_facts(fmt):
     assert facts == FLOAT_FACTS[fmt]
 
 
+# {scale format without a type in ml_dtypes: (its facts, the value of exponent field e and mantissa m)}
+SCALES = {
+    formats.E6M2: (
+        (8, 0, -48, 15, 49152.0, 2.0**-48, 2.0**-48, 0xFE, 0xFF),
+        lambda e, m: 2.0 ** (e - 48) * (1 + m / 4),
+    ),
+    formats.UE5M3: (
+        (8, 0, -14, 16, 114688.0, 2.0**-14, 2.0**-17, 0xFE, 0xFF),
+        lambda e, m: 2.0 ** (e - 15) * (1 + m / 8) if e else 2.0**-17 * m,
+    ),
+}
+
+
+@pytest.mark.parametrize("fmt", SCALES, ids=by_name)
+def test_scale_formats_by_hand(fmt):
+    (*facts, nan_code), value = SCALES[fmt]
+    names = "bits sign_bit emin emax max min_normal min_subnormal max_code".split()
+    assert [getattr(fmt, name) for name in names] == facts and fmt.nan_code == nan_code
+    by_hand = [value(*divmod(code, 2**fmt.mantissa_bits)) for code in range(255)]
+    assert fmt.values[:255].tolist() == by_hand and np.isnan(fmt.values[255])
+    assert fmt.encode(by_hand).tolist() == list(range(255)) and fmt.encode([-1.0, np.nan]).tolist() == [255, 255]
+
+
 @pytest.mark.parametrize("fmt", FLOATS, ids=by_name)
 def test_facts_are_float32(fmt):
     assert {type(fact) for fact in (fmt.max, fmt.min_normal, fmt.min_subnormal)} == {np.float32}
@@ -148,7 +171,7 @@ def test_formats_are_frozen(fmt):
 
 def test_names():
     names = [fmt.name for fmt in formats.ELEMENT_FORMATS]
-    assert names == ["E2M1", "E1M2", "E3M0", "E2M3", "E3M2", "E4M3", "E5M2", "E8M0", "INT4", "INT8"]
+    assert names == ["E2M1", "E1M2", "E3M0", "E2M3", "E3M2", "E4M3", "E5M2", "E8M0", "E6M2", "UE5M3", "INT4", "INT8"]
     assert [repr(fmt) for fmt in formats.ELEMENT_FORMATS] == names
     assert [getattr(formats, name) for name in names] == list(formats.ELEMENT_FORMATS)
     assert [repr(fmt) for fmt in formats.BLOCK_FORMATS] == [fmt.name for fmt in formats.BLOCK_FORMATS]

@@ -129,8 +129,9 @@ def test_float32_as_the_specification_has_it(fmt, rounding):
     """For float32, ElementFormat.encode gives the codes of the specification (codec.encode) with its default rules."""
     if fmt is LOW or (not fmt.has_zero and rounding not in ("rn", "rz")):
         return
+    x = SWEEP if fmt.signed or not fmt.has_zero else np.abs(SWEEP)  # the specification reads no sign of UE5M3
     with np.errstate(all="ignore"):
-        assert_same_bits(fmt.encode(SWEEP, rounding), codec.encode(SWEEP, fmt, rounding))
+        assert_same_bits(fmt.encode(x, rounding), codec.encode(x, fmt, rounding))
 
 
 def test_float64_is_rounded_once():
@@ -207,7 +208,7 @@ def test_stochastic_goes_up_from_the_bits_that_reach_the_next_code(fmt, dtype):
             up = np.array([part + Fraction(int(b), 2**n) >= 1 for b in bits])
             code = mags.index(low) + up
             assert fmt.encode(np.full(bits.shape, x), "rs", random=bits).tolist() == code.tolist()
-            if not fmt.is_integer:
+            if fmt.signed and not fmt.is_integer:
                 negative = fmt.encode(np.full(bits.shape, -x), "rs", random=bits)
                 assert negative.tolist() == (code | fmt.sign_bit).tolist()
 

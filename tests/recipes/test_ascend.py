@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import re
 from dataclasses import replace
 from fractions import Fraction
 
@@ -14,11 +15,17 @@ import fp4kit
 from fp4kit.checkpoint.containers.configs import WRITTEN
 from fp4kit.cuda.dispatch import check_formats
 from fp4kit.evidence.golden.check import check_recipe
-from fp4kit.formats import E6M2
+from fp4kit.formats import E2M1, E6M2, ElementFormat
 from fp4kit.recipes.table import ALL_RECIPES, from_spec, to_spec
+from fp4kit.reference.ascend import amax_of_ceil_x, ceil_x_exponent
 
 OURS = [id for id, r in ALL_RECIPES.items() if r.specification_only]
-LEVELED = ["hif4-amct", "hifx5-hifloat4", "mxfp4-msmodelslim-dual"]
+UE3M2 = ElementFormat("UE3M2", 3, 2, 3, signed=False)  # 5 bits, unlike the bytes of exponent bits
+LEVELED = {
+    **{id: fp4kit.recipe(id) for id in ("hif4-amct", "hifx5-hifloat4", "mxfp4-msmodelslim-dual")},
+    "own-dual": fp4kit.custom_recipe("own-dual", E2M1, levels=[(512, "float16"), (32, "E8M0")]),
+    "own-bits": fp4kit.custom_recipe("own-bits", E2M1, levels=[(64, UE3M2), (8, "exponent1")], tensor_scale=True),
+}
 X = np.random.default_rng(52).normal(size=(6, 1088)).astype(np.float32)
 
 
@@ -32,34 +39,97 @@ def bf16(x):
     return float(np.float32(x).astype(ml_dtypes.bfloat16))
 
 
-def stated_hif4(block, narrow):
-    """Return (codes, scale byte, bits per 8, bits per 4) of 64 finite floats, from the text of the format."""
-    groups = [max(map(abs, block[i : i + 4])) for i in range(0, 64, 4)]
-    s = min(max(bf16(np.float32(max(groups)) * np.float32(bf16(1 / 7))), 2.0**-48), 49152.0)
+def stated_hif4(block, narrow, groups):
+    """Return (codes, scale byte, bits, set bits per element) of finite floats, from the text of the format.
+
+    groups: the lengths of the groups that share a bit, outermost first, such as (8, 4).
+    """
+    n, top = len(groups), max(map(abs, block))
+    s = min(max(bf16(np.float32(top) * np.float32(bf16(1 / 7 * 4 / 2**n))), 2.0**-48), 49152.0)
     byte = min(range(255), key=lambda c: (abs(Fraction(s) - (4 + c % 4) * Fraction(2) ** (c // 4 - 50)), c % 2))
     i = bf16(np.float32(1) / np.float32((4 + byte % 4) * 2.0 ** (byte // 4 - 50)))
-    eights = [max(groups[j : j + 2]) * i >= 4 for j in range(0, 16, 2)]
-    fours = [g * i / 2 ** eights[j // 2] >= 2 for j, g in enumerate(groups)]
+    bits, doubled = [], [0] * len(block)
+    for k, group in enumerate(groups):
+        for j in range(0, len(block), group):
+            bits.append(max(map(abs, block[j : j + group])) * i / 2 ** doubled[j] >= 2 ** (n - k))
+            doubled[j : j + group] = [d + bits[-1] for d in doubled[j : j + group]]
     codes = []
-    for j, x in enumerate(block):
-        y = float(np.float32(abs(x) * i / 2 ** (eights[j // 8] + fours[j // 4])))
+    for x, d in zip(block, doubled, strict=True):
+        y = float(np.float32(abs(x) * i / 2**d))
         y = bf16(y) if narrow else y
         codes.append(min(int(np.float32(4 * y) + np.float32(0.5)), 7) + 8 * (x < 0))
-    return codes, byte, eights, fours
+    return codes, byte, bits, doubled
+
+
+SIZES = [(64, 8, 4), (64, 16), (128, 32, 8, 2), (24, 12, 3), (256, 4), (8, 4, 2, 1)]  # columns of a block and of groups
 
 
 @pytest.mark.parametrize(("id", "narrow"), [("hif4-amct", True), ("hif4-hifloat4", False)])
-def test_hif4_as_its_format_says(id, narrow):
-    x = np.random.default_rng(4).normal(size=(60, 64)) * 2.0 ** np.random.default_rng(5).integers(-60, 20, (60, 1))
-    x[0], x[1, :8], x[2] = 0, [-0.0, 7, -7, 1.75, 0.125, -0.125, 0.375, 3.5], np.ldexp(np.arange(64), -4)
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_hif4_as_its_format_says(id, narrow, sizes):
+    """The first size is that of the producers. Recipes with other sizes are made by dataclasses.replace."""
+    columns, *groups = sizes
+    r = fp4kit.recipe(id)
+    if sizes != SIZES[0]:
+        levels = ((columns, "E6M2"), *((group, "exponent1") for group in groups))
+        r = replace(r, id="mine", block=(1, columns), levels=levels)
+    rng = np.random.default_rng(5)
+    x = rng.normal(size=(30, columns)) * 2.0 ** rng.integers(-60, 20, (30, 1))
+    x[0], x[1, :8], x[2] = 0, [-0.0, 7, -7, 1.75, 0.125, -0.125, 0.375, 3.5], np.ldexp(np.arange(columns), -4)
     x = x.astype(np.float32)
-    q = fp4kit.quantize(x, id)
-    for row, codes, scales in zip(x.tolist(), fp4kit.unpack(q.packed), q.block_scale, strict=True):
-        wanted, byte, eights, fours = stated_hif4(row, narrow)
-        assert codes.tolist() == wanted and scales.tolist() == [byte, *np.packbits(eights), *np.packbits(fours)]
-        powers = 2.0 ** (np.repeat(eights, 8).astype(int) + np.repeat(fours, 4))
-        values = (1 - 2.0 * (codes > 7)) * (codes % 8) / 4 * powers * E6M2.values[byte]
-        assert np.array_equal(fp4kit.dequantize(fp4kit.quantize(x, id))[x.tolist().index(row)], values)
+    q = fp4kit.quantize(x, r)
+    assert q.block_scale.shape == (30, r.scale_bytes)
+    for row, codes, scales, found in zip(
+        x.tolist(), fp4kit.unpack(q.packed), q.block_scale, q.dequantize(), strict=True
+    ):
+        wanted, byte, bits, doubled = stated_hif4(row, narrow, groups)
+        assert codes.tolist() == wanted and scales.tolist() == [byte, *np.packbits(bits)]
+        values = (1 - 2.0 * (codes > 7)) * (codes % 8) / 4 * 2.0 ** np.array(doubled) * E6M2.values[byte]
+        assert np.array_equal(found, values)
+
+
+CONSTANTS = np.arange(6, 12.1, 0.25)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+def test_an_amax_gives_every_exponent_of_ceil_x(dtype):
+    """The search passes exponents to the rule as amaxes. Zeros have the smallest exponent, and 125 is the largest."""
+    zero = float(ceil_x_exponent(np.zeros(1, np.float32), 7.25, np.dtype(dtype))[0])
+    exponents = np.arange(zero, 126 if dtype != np.float16 else 14, dtype=np.float32)
+    exponents = np.append(exponents, np.float32(np.nan))
+    found = ceil_x_exponent(amax_of_ceil_x(exponents), 7.25, np.dtype(dtype))
+    assert np.array_equal(found, exponents, equal_nan=True) and zero == (-19 if dtype == np.float32 else -20)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
+def test_the_search_of_ceil_x_tries_each_constant_on_the_whole_array(dtype):
+    id, found = "mxfp4-msmodelslim-ceil-x-search", set()
+    for seed in range(12):
+        rng = np.random.default_rng(seed)
+        x = (rng.normal(size=(2, 3, 64)) * 2.0 ** rng.integers(-6, 6, (2, 3, 1))).astype(dtype)
+        x[0, 0, :32] *= seed % 2
+        means = []
+        for c in CONSTANTS:  # the rule with another constant, in float64 from here on
+            e = np.clip(
+                ceil_x_exponent(np.abs(x.astype(np.float32)).reshape(-1, 32).max(-1), c, np.dtype(dtype)), -129, 125
+            )
+            y = np.abs(x.astype(np.float64)).reshape(-1, 32) / 2.0 ** e[:, None]
+            k = np.clip(np.floor(np.log2(y + 9.6e-7)), 0, 2)
+            dq = np.minimum(np.floor(2 * y / 2**k + 0.5) / 2 * 2**k, 6) * 2.0 ** e[:, None]
+            error = (np.abs(x.astype(np.float64)).reshape(-1, 32) - dq).astype(dtype)
+            squares = (error.astype(np.float32) ** 2).astype(dtype)
+            means.append(np.float32(squares.astype(np.float64).mean()).astype(dtype))
+        best = CONSTANTS[int(np.argmin(np.array(means, np.float64)))]
+        found.add(float(best))
+        exponents = ceil_x_exponent(np.abs(x.astype(np.float32)).reshape(2, 3, 2, 32).max(-1), best, np.dtype(dtype))
+        q = fp4kit.quantize(x, id)
+        assert np.array_equal(q.block_scale, exponents + 127)
+        apart = np.ascontiguousarray(np.moveaxis(x, -1, 0))  # matrices that cannot be joined without a copy
+        assert np.array_equal(fp4kit.quantize(np.moveaxis(apart, 0, -1), id).block_scale, q.block_scale)
+        assert fp4kit.quantize(apart, id, axis=0).block_scale.tolist() == q.block_scale.tolist()
+        if dtype == np.float32:
+            assert np.array_equal(fp4kit.fake_quantize(x, id), q.dequantize())
+    assert len(found) > 2
 
 
 def test_the_bytes_of_amct_come_back():
@@ -72,19 +142,25 @@ def test_the_bytes_of_amct_come_back():
     assert np.isnan(q.dequantize()).sum() == 128 and (q.block_scale[:, ::4] == 255).sum() == 2
 
 
-def test_dual_level_mxfp4_with_an_incomplete_outer_block():
-    q = fp4kit.quantize(X, "mxfp4-msmodelslim-dual")
-    outer = np.stack([np.abs(X[:, i : i + 512]).max(1) for i in (0, 512, 1024)], 1) / np.float32(6)
-    assert np.array_equal(q.tensor_scale, outer) and q.block_scale.shape == (6, 34)
-    y = X / np.repeat(outer, 512, 1)[:, :1088]
-    inner = fp4kit.quantize(y, "mxfp4-msmodelslim")
+@pytest.mark.parametrize(("size", "block"), [(512, 32), (96, 32), (192, 64), (48, 16)])
+def test_dual_level_mxfp4_with_an_incomplete_outer_block(size, block):
+    """The first sizes are those of the producer. Recipes with other sizes are made by dataclasses.replace."""
+    r, single = fp4kit.recipe("mxfp4-msmodelslim-dual"), fp4kit.recipe("mxfp4-msmodelslim")
+    if size != 512:
+        r = replace(r, block=(1, block), levels=((size, "float32"), (block, "E8M0")))
+        single = replace(single, block=(1, block))
+    q = fp4kit.quantize(X, r)
+    outer = np.stack([np.abs(X[:, i : i + size]).max(1) for i in range(0, 1088, size)], 1) / np.float32(6)
+    assert np.array_equal(q.tensor_scale, outer) and q.block_scale.shape == (6, 1088 // block)
+    repeated = np.repeat(outer, size, 1)[:, :1088]
+    inner = fp4kit.quantize(X / repeated, single)
     assert np.array_equal(q.packed, inner.packed) and np.array_equal(q.block_scale, inner.block_scale)
-    assert np.array_equal(q.dequantize(), inner.dequantize() * np.repeat(outer, 512, 1)[:, :1088])
+    assert np.array_equal(q.dequantize(), inner.dequantize() * repeated)
 
 
 @pytest.mark.parametrize("id", LEVELED)
 def test_what_works_with_several_levels(id, tmp_path):
-    r, x = fp4kit.recipe(id), X[:, :1024]
+    r, x = LEVELED[id], X[:, :1024]
     q = fp4kit.quantize(x, r)
     values = fp4kit.fake_quantize(x, r)
     assert np.array_equal(q.dequantize(), values) and from_spec(to_spec(replace(r, id="own"))) == replace(r, id="own")
@@ -96,7 +172,12 @@ def test_what_works_with_several_levels(id, tmp_path):
     assert fp4kit.quantize_grouped([x, x], r)[1].equals(q) and fp4kit.compare(q, values).max_error == 0
     fp4kit.save(tmp_path / "q.safetensors", {"w": q})
     assert fp4kit.load(tmp_path / "q.safetensors")["w"].equals(q)
-    assert all(level.format in str(r) for level in r.levels) and "zero blocks   0%" in str(q)
+    assert all(level.format in str(r) for level in r.levels) and re.search(r"\n  zero blocks +0%: 0 of ", str(q))
+    best = fp4kit.identify(q, x).matches[0]
+    assert fp4kit.identify(q, x).exact == (id,) and best.total == q.packed.size + q.block_scale.size
+    changed = replace(q, packed=np.where(np.arange(q.packed.shape[1]) == 7, q.packed ^ 1, q.packed))
+    found = fp4kit.identify(changed, x)
+    assert not found.exact and (found.matches[0].recipe, found.matches[0].codes_differ) == (id, 6)
 
 
 REFUSED = {
@@ -104,10 +185,11 @@ REFUSED = {
     "transpose": fp4kit.transpose,
     "swizzle": lambda q: fp4kit.swizzle(q, "swizzled_128x4"),
     "requantize": lambda q: fp4kit.requantize(q, "mxfp4"),
-    "identify": lambda q: fp4kit.identify(q, X),
     "amax": lambda q: fp4kit.amax(X, q.recipe),
     "Contract": lambda q: fp4kit.Contract(weights=q.recipe),
     "quantize": lambda q: fp4kit.quantize(X, q.recipe, block_scale=q.block_scale, tensor_scale=q.tensor_scale),
+    "search_scales": lambda q: fp4kit.search_scales(X, q.recipe),
+    "fake_quantize_backward": lambda q: fp4kit.fake_quantize_backward(X, X, q.recipe),
     "quantize: scale_layout": lambda q: fp4kit.quantize(X, q.recipe, scale_layout="swizzled_128x4"),
     "Quantized: scale_layout": lambda q: replace(q, scale_layout="swizzled_128x4"),
 }
@@ -117,7 +199,7 @@ REFUSED = {
 @pytest.mark.parametrize("op", REFUSED)
 def test_other_operations_refuse_by_name(op, id):
     with pytest.raises(NotImplementedError, match=rf"{op}.*{id}"):
-        REFUSED[op](fp4kit.quantize(X, id))
+        REFUSED[op](fp4kit.quantize(X, LEVELED[id]))
 
 
 @pytest.mark.parametrize("id", OURS)

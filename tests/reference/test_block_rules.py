@@ -17,7 +17,7 @@ from variants import TE_CODES, blocks_at_ties
 import fp4kit
 from fp4kit.evidence.golden.check import all_bytes
 from fp4kit.evidence.testing import assert_same_bits
-from fp4kit.formats import E2M1, E3M2, E4M3, E5M2, E8M0, NF4, ElementFormat, unsigned
+from fp4kit.formats import E2M1, E3M2, E4M3, E5M2, E6M2, E8M0, NF4, ElementFormat, unsigned
 from fp4kit.layouts import pack_gguf, pack_mlx, unpack_gguf, unpack_mlx
 from fp4kit.ops.engines import specification
 from fp4kit.recipes import RECIPES, rules
@@ -135,7 +135,7 @@ def test_qwix_flushes_subnormals(dtype):
 UE5M3 = ElementFormat("UE5M3", 5, 3, 15, specials="nan", signed=False)
 BIASED = ElementFormat("E4M3B11", 4, 3, 11, specials="nan")
 UE4M0 = ElementFormat("UE4M0", 4, 0, 3, signed=False)
-FORMATS = (UE5M3, BIASED, UE4M0, E3M2, E4M3, E5M2, E8M0)
+FORMATS = (UE5M3, BIASED, UE4M0, E3M2, E4M3, E5M2, E6M2, E8M0)
 ROUNDINGS = {"amax": ("rn", "rn"), "amax_up": ("rp", "rp"), "amax_down": ("rz", "rz")}
 
 

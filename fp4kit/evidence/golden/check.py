@@ -29,8 +29,10 @@ from fp4kit.ops.quantize import dequantize, fake_quantize, fake_quantize_backwar
 from fp4kit.quantized.container import Quantized
 from fp4kit.recipes import RECIPES, Recipe, recipe
 from fp4kit.reference.arith import ONE
+from fp4kit.reference.ascend import Scaled, msmodelslim_ceil_x, scaled_msmodelslim
 from fp4kit.reference.block_rules import BLOCK_RULES
 from fp4kit.reference.codec import block_amax, decode
+from fp4kit.reference.search import ceil_x_constant
 from fp4kit.reference.tensor_rules import tensor_scale
 
 # ("file: key", fp4kit's array, recorded array, mask of elements that are not compared)
@@ -344,9 +346,29 @@ def _stored_arrays(case: RecordedCase, skip: np.ndarray) -> Iterator[Compared]:
             with np.errstate(over="ignore"):
                 ours = ours.astype(applied.dtype)
             yield case.compared(part, ours, applied)
-    if (values := case.part("values")) is not None:
+    values = case.part("values")
+    if (exponent := case.part("exponent")) is not None:
+        found = _scaled(case)
+        yield case.compared("exponent", found.exponent.astype(exponent.dtype), exponent)
+        if values is not None and case.recipe.element.bits == 8:
+            yield case.compared("values", found.values.reshape(values.shape).astype(values.dtype), values)
+            return
+    if values is not None:
         # NaN values are not compared, because E2M1 has no code for NaN.
         yield case.compared("values", decode(unpack(case.q.packed), case.recipe.element), values, np.isnan(values))
+
+
+def _scaled(case: RecordedCase) -> Scaled:
+    """Return the exponents and values that msmodelslim computes for a case. Its codes and bytes hold fewer of them."""
+    r, x = case.recipe, case.x.astype(np.float32)
+    blocks, outer = x.reshape(len(x), -1, r.block_size), np.asarray(ONE)
+    if r.levels:
+        outer = np.repeat(case.q.tensor_scale, r.tensor_columns // r.block_size, 1)[:, : blocks.shape[1]]
+    with np.errstate(all="ignore"):
+        if r.search:
+            constant, amaxes = ceil_x_constant(case.x, r)
+            return msmodelslim_ceil_x(blocks, amaxes, r, case.x.dtype, constant)
+        return scaled_msmodelslim(blocks, outer, r, case.x.dtype)
 
 
 def _searched_arrays(case: RecordedCase) -> Iterator[Compared]:

@@ -402,9 +402,10 @@ def _ascend() -> Iterator[GoldenRow]:
     yield _fake("hif4-hifloat4-numpy", "hif4", "hifx4_numpy", widen=True)
     yield GoldenRow("hif4-amct", "amct", "hif4", decoded=True)
     yield _fake("hif4-amct", "amct", "hif4_fake")
-    for name, suffix in (("", ""), ("-ceil-x", "_ceil_x"), ("-4over6", "_4over6")):
-        yield GoldenRow(f"mxfp4-msmodelslim{name}", "msmodelslim", f"mxfp4{suffix}")
-        yield _fake(f"mxfp4-msmodelslim{name}", "msmodelslim", f"mxfp4{suffix}")
+    for suffix in ("", "_ceil_x", "_ceil_x_search", "_4over6"):
+        name = f"mxfp4-msmodelslim{suffix.replace('_', '-')}"
+        yield GoldenRow(name, "msmodelslim", f"mxfp4{suffix}")
+        yield _fake(name, "msmodelslim", f"mxfp4{suffix}")
     yield GoldenRow("mxfp8-msmodelslim", "msmodelslim", "mxfp8")
     yield _fake("mxfp8-msmodelslim", "msmodelslim", "mxfp8")
     yield GoldenRow("mxfp8-msmodelslim-mse", "msmodelslim", "mxfp8_mse_round")
