@@ -40,17 +40,14 @@ UNKNOWN = "unknown"  # the version of a library without metadata
 
 WITHOUT = {  # {producer in a recipe id: why it has no adapter}
     "aiter": "aiter needs an AMD GPU to be imported; recorded outputs are compared by --check",
-    **dict.fromkeys(("hifloat4", "amct", "msmodelslim"), "recorded outputs are compared by --check"),
+    **dict.fromkeys(("hifloat4", "amct"), "it is not a package; recorded outputs are compared by --check"),
     "deepseek": "DeepSeek-V4's kernel needs TileLang and a GPU",
     "deepgemm": "DeepGEMM needs CUDA to be imported; recorded outputs are compared by --check",
     "flashinfer": "FlashInfer quantizes with CUDA kernels, which need a GPU",
     "fp-quant": "FP-Quant quantizes with Triton kernels, which need a GPU; recorded outputs are compared by --check",
-    "hf-kernels": "Hugging Face's kernels need a GPU of sm_100; recorded outputs are compared by --check",
     "miles": "the trainer miles has no package of its own; recorded outputs are compared by --check",
     "mslk": "MSLK quantizes with Triton kernels, which need a GPU; recorded outputs are compared by --check",
-    "nncf": "NNCF quantizes whole models of OpenVINO; recorded outputs are compared by --check",
     "nunchaku": "Nunchaku quantizes with CUDA kernels, which need a GPU of sm_120",
-    "onednn": "oneDNN needs an OpenCL runtime; recorded outputs are compared by --check",
     "qat": "the trainers slime and miles have no package of their own",
 }
 
@@ -317,12 +314,13 @@ def run(
 
 def find(adapter: Adapter) -> tuple[str, dict[str, str]]:
     """Return (version of the installed producer, {distribution: version} of the producer and its dependencies)."""
-    if importlib.util.find_spec(adapter.package) is None:
-        raise NotRun("is not installed")
     versions = {}
     for name in (adapter.name, *adapter.dependencies):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
+    has_module = adapter.module is not None
+    if not (importlib.util.find_spec(adapter.package) if has_module else adapter.name in versions):
+        raise NotRun("is not installed")
     return versions.get(adapter.name, UNKNOWN), versions
 
 

@@ -253,6 +253,12 @@ def test_missing_producers_are_reported():
     }
 
 
+def test_a_distribution_without_a_module_is_found_by_its_name():
+    with pytest.raises(run.NotRun, match="is not installed"):
+        run.find(run.Adapter("no-such-package", {}, module=None))
+    assert run.find(run.Adapter("ml-dtypes", {}, module=None, dependencies=()))[0] == ml_dtypes.__version__
+
+
 def test_producers_that_cannot_be_imported_are_reported():
     def prepare():
         raise ImportError("libcuda.so.1: cannot open shared object file")
@@ -326,6 +332,22 @@ def test_every_drawn_array_is_equal(name):
         return
     assert all(tally.arrays > 0 for tally in result.recipes.values()) and result.total.arrays > 0
     assert not result.total.differing, "\n".join(found.script for found in result.found)
+
+
+@pytest.mark.parametrize("format", ["mxfp4", "mxfp8"])
+def test_qat_of_torchtitan_has_the_values_of_rceil(format):
+    """torchtitan trains with torchao's MXFakeQuantizeConfig, whose weights are those of to_mx with its default mode."""
+    torch = pytest.importorskip("torch")
+    qat = pytest.importorskip("torchao.prototype.qat.mx", reason="torchao has no QAT for MX formats")
+    element = torch.float4_e2m1fn_x2 if format == "mxfp4" else torch.float8_e4m3fn
+    config = qat.MXFakeQuantizeConfig(dtype=element)
+    release = "" if run._between("0.19", run.find(ADAPTERS["torchao"])[0], "") else "-018"
+    id = f"{format}-torchao-rceil{release}"
+    w = np.random.default_rng(0).standard_normal((64, 64), np.float32)
+    linear = qat.MXFakeQuantizedLinear(64, 64, False, activation_config=config, weight_config=config)
+    linear.weight = torch.nn.Parameter(torch.from_numpy(w))
+    # products with rows of an identity matrix, which fake quantization does not change
+    assert_same_bits(linear(torch.eye(64)).detach().numpy().T + 0, fp4kit.fake_quantize(w, id) + 0)
 
 
 def test_gguf_runs():
