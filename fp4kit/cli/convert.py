@@ -294,8 +294,8 @@ def _assignment(args: argparse.Namespace, out: Output) -> Assignment | None:
 
 
 def _wishes(args: argparse.Namespace) -> Wishes:
-    patterns = map(tuple, (args.keep, args.only, args.include))
-    return Wishes(args.preset, args.keep_first, args.keep_last, *patterns)
+    keep, only, include = map(tuple, (args.keep, args.only, args.include))
+    return Wishes(args.preset, args.keep_first, args.keep_last, keep, only, include, args.like)
 
 
 def _assignment_body(assignment: Assignment | None) -> dict[str, Any] | None:
@@ -544,6 +544,9 @@ COMMANDS = {
             "fp4kit convert Llama Llama-MXFP4 --recipe mxfp4 --only 'model.layers.*.mlp.*'": "quantize MLPs only",
             "fp4kit convert Llama Llama-Mixed --recipe nvfp4-te --recipe '*.down_proj=fp8-modelopt-channel'": (
                 "quantize some layers with another recipe"
+            ),
+            "fp4kit convert Qwen3.5 Qwen3.5-NVFP4 --like modelopt:NVFP4_DEFAULT_CFG": (
+                "quantize the layers that Model-Optimizer quantizes by this preset"
             ),
             "fp4kit convert Qwen3 Qwen3-FP8 --recipe fp8-transformers-block --format fp8": (
                 "quantize to FP8 in blocks of 128x128, as in Qwen3 releases"

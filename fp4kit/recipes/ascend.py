@@ -58,7 +58,7 @@ def amct() -> Made:
     )
 
 
-@producer("msmodelslim", "msmodelslim", "26.1.0")
+@producer("msmodelslim", "msmodelslim", "26.1.0", package="msmodelslim")
 def msmodelslim() -> Made:
     """Yield the recipes of msmodelslim's weights: MXFP4, MXFP8 and dual-level MXFP4."""
     source = "msmodelslim 26.1.0 AutoWeightQuantizer"

@@ -248,7 +248,7 @@ ONEDNN_NEEDS = ("libimf.so", "libintlc.so.5", "libsvml.so", "libtbb.so.12", "lib
 def _onednn_library() -> Any:
     """Load oneDNN's library from this environment, and return it. It has no Python interface, only that of C."""
     folder = Path(sys.prefix, "lib")
-    os.environ.setdefault("OCL_ICD_FILENAMES", str(folder / "libintelocl.so"))  # from intel-opencl-rt
+    os.putenv("OCL_ICD_FILENAMES", str(folder / "libintelocl.so"))  # oneDNN's CPU needs OpenCL, of intel-opencl-rt
     for name in ONEDNN_NEEDS:
         ctypes.CDLL(str(folder / name), ctypes.RTLD_GLOBAL)
     return ctypes.CDLL(str(folder / "libdnnl.so.3"))
@@ -386,9 +386,12 @@ JAX = Adapter(
     needs=("jax._src.cudnn.scaled_matmul_stablehlo",),
     calls={
         "nvfp4-jax": ProducerCall(partial(_jax_quantize, mode="nvfp4")),
-        "mxfp8-jax": ProducerCall(partial(_jax_quantize, mode="mxfp8")),
+        # JAX 0.12 computes float16 and bfloat16 in float32.
+        "mxfp8-jax": ProducerCall(partial(_jax_quantize, mode="mxfp8"), last="0.11.99"),
         # XLA of some processors folds the reciprocal of bfloat16, and then leaves zeros of a zero block.
-        "mxfp8-jax-jit": ProducerCall(partial(_jax_quantize, mode="mxfp8", jitted=True), ("float32", "float16")),
+        "mxfp8-jax-jit": ProducerCall(
+            partial(_jax_quantize, mode="mxfp8", jitted=True), ("float32", "float16"), last="0.11.99"
+        ),
     },
     left_out={
         "it is for a GPU": tuple(id for id in fp4kit.recipes() if "jax-gpu" in id),

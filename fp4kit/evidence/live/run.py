@@ -12,6 +12,8 @@ import importlib.util
 import inspect
 import io
 import logging
+import re
+import subprocess
 import sys
 import time
 import warnings
@@ -29,6 +31,7 @@ from fp4kit.evidence.golden.rows import ROWS
 from fp4kit.evidence.live.adapter import PARTS, Adapter, Parts, ProducerCall
 from fp4kit.evidence.live.draw import draw, draw_stored, shrink
 from fp4kit.formats import bit_patterns
+from fp4kit.recipes.schema import PRODUCERS
 from fp4kit.recipes.table import is_listed
 from fp4kit.reference.codec import decode
 
@@ -342,13 +345,86 @@ def _between(first: str, version: str, last: str) -> bool:
 
 
 def _key(version: str) -> tuple[int, ...]:
-    """Return a key to compare versions by: the leading numbers, such as (0, 19, 0) for "0.19.0.dev3+cpu"."""
+    """Return a key to compare versions by: the leading numbers without zeros at the end, (0, 19) for "0.19.0.dev3"."""
     numbers = []
     for part in version.split("+")[0].split("."):
         if not part.isdigit():
             break
         numbers.append(int(part))
+    while numbers and not numbers[-1]:
+        del numbers[-1]
     return tuple(numbers)
+
+
+# ---- versions in the package index
+
+
+class ProducerVersion(NamedTuple):
+    """The recorded, the installed and the newest version of a producer.
+
+    Attributes:
+        producer: the producer in recipe ids, such as "te".
+        package: its distribution; "" if no package index has one.
+        recorded: the newest version that fp4kit's recipes were checked against: a release, or a commit.
+        installed: the installed version; "" if it is not installed.
+        newest: the newest release in the package index that this Python can install; "" if the index has none.
+        state: "recorded" if the newest release is recorded (or an older one than ``recorded``), "newer" if a newer one
+            exists, "no release recorded" if ``recorded`` is a commit or another name, and "no package".
+    """
+
+    producer: str
+    package: str
+    recorded: str
+    installed: str
+    newest: str
+    state: str
+
+
+VERSION_COLUMNS = ("producer", "package", "recorded", "installed", "newest", "state")
+_UNREACHED = re.compile(r"Could not fetch URL (?!.* 404 ).*")  # of pip's log, also if another index has the package
+
+
+def newest(package: str) -> str:
+    """Return the newest release of a distribution in the package index that pip is configured for; "" if it has none.
+
+    Raises:
+        OSError: if pip is missing, or the index cannot be reached.
+    """
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "index",
+        "versions",
+        package,
+        "-vv",
+        "--no-input",
+        "--ignore-requires-python",
+    ]
+    ran = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    log = ran.stdout + ran.stderr
+    if "No module named pip" in log:
+        raise OSError("--versions: asks the package index through pip, which is missing; run python -m ensurepip")
+    unreached, found = _UNREACHED.search(log), re.search(rf"^{re.escape(package)} \((\S+)\)", log, re.MULTILINE)
+    if unreached or not (found or "No matching distribution" in log):
+        lines = [unreached[0]] if unreached else ran.stderr.strip().splitlines()[-1:]
+        reason = "".join(lines)[:300] or f"exit code {ran.returncode}"
+        raise OSError(f"--versions: pip cannot read the package index; check the network or pip config: {reason}")
+    return found[1] if found else ""
+
+
+def version_of(name: str) -> ProducerVersion:
+    """Return the versions of a producer; ``name`` is a key of PRODUCERS. Raise OSError as newest() does."""
+    one, installed = PRODUCERS[name], ""
+    recorded = one.versions.last
+    if not one.package:
+        return ProducerVersion(name, "", recorded, "", "", "no package")
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        installed = importlib.metadata.version(one.package)
+    latest, release = newest(one.package), re.fullmatch(r"(\d+(?:\.\d+)+)( dev)?", recorded)
+    is_newer = release and (_key(latest) >= _key(release[1]) if release[2] else _key(latest) > _key(release[1]))
+    state = "newer" if is_newer else "recorded" if release else "no release recorded"
+    return ProducerVersion(name, one.package, recorded, installed, latest, state)
 
 
 def _drawn(id: str, call: ProducerCall, seed: int, number: int) -> LiveCase:
