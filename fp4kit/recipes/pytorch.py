@@ -195,7 +195,7 @@ def compressed_tensors() -> Made:
         "nvfp4-compressed-tensors",
         "tensor_rule=compressed_tensors block_rule=compressed_tensors decode_rule=compressed_tensors apply=divide "
         "sign=negative nan_code=0 amax_nan=propagate",
-        source="compressed-tensors 0.20 quantization/utils calculate_qparams, pack_fp4_to_uint8",
+        source="compressed-tensors 0.20.1 quantization/utils calculate_qparams, pack_fp4_to_uint8",
         exact="codes and block scales. The producer's global scale divides on decode, and tensor_scale is its "
         "reciprocal",
     )
@@ -247,7 +247,7 @@ def _compressed_tensors_mx(fmt: BlockFormat, id: str, more: str = "") -> Recipe:
         fmt,
         id,
         f"block_rule=e8m0_compressed_tensors round_scaled=True amax_nan=propagate {more}",
-        source="compressed-tensors 0.20 quantization/utils calculate_qparams",
+        source="compressed-tensors 0.20.1 quantization/utils calculate_qparams",
         exact=f"codes and scales{zero_points}, except for blocks with inf, NaN or an amax of at least {top} * 2^127 "
         f"(float16: {top} * 2^15). There, the producer's scale byte is an undefined cast (127 on x86, with codes of "
         "0), and the recipe follows OCP",

@@ -312,12 +312,12 @@ def nunchaku() -> Made:
 
 @producer("transformers", "transformers", "5.23", "5.24", package="transformers")
 def transformers() -> Made:
-    """Yield the recipe of Hugging Face transformers 5.23: FP8 weights in blocks of 128x128 with float32 scales."""
+    """Yield the recipe of Hugging Face transformers 5.24: FP8 weights in blocks of 128x128 with float32 scales."""
     yield unscaled(
         E4M3,
         "fp8-transformers-block",
         "tensor_scaling=block tensor_rule=fp8_transformers amax_nan=propagate block=128x128",
-        source="transformers 5.23 integrations/finegrained_fp8.py Fp8Quantize",
+        source="transformers 5.24 integrations/finegrained_fp8.py Fp8Quantize",
         exact="codes, and weight_scale_inv, which holds every 128th row of tensor_scale. transformers leaves a weight "
         "unquantized if its number of rows is not a multiple of 128; here, its last blocks have fewer rows",
     )
