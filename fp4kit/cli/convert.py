@@ -279,6 +279,7 @@ def _assignment(args: argparse.Namespace, out: Output) -> Assignment | None:
             raise CheckpointError("--candidates: are assigned within a budget; add --bits, such as --bits 5.0")
         return None
     given = {"--recipe": args.recipe, "--scale-search": args.scale_search, "--codes": args.codes}
+    given[f"the preset of --like {args.like}"] = ":" in args.like
     for option in (option for option, value in given.items() if value):
         raise CheckpointError(f"--bits: assigns a recipe to every layer; leave {option} out, or use --candidates")
     for name, what in (("hadamard", "a rotation"), ("adapter", "an adapter")):

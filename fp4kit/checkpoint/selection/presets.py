@@ -200,9 +200,9 @@ FORMATS = {"modelopt": "modelopt", "llm-compressor": "compressed-tensors"}  # to
 
 
 def check_like(like: str) -> None:
-    """Raise CheckpointError unless ``like`` is "", a tool, or a preset that convert can follow."""
+    """Raise CheckpointError unless ``like`` is a tool, or a preset that convert can follow."""
     tool, colon, name = like.partition(":")
-    if not like or (tool in TOOLS and not colon):
+    if tool in TOOLS and not colon:
         return
     found = preset_of(like)
     if tool not in TOOLS:

@@ -491,7 +491,10 @@ class Wishes:
     like: str = ""
 
     def __post_init__(self) -> None:
-        check_like(self.like)
+        if type(self.like) is not str:
+            raise CheckpointError(f"--like {self.like!r}: a str is needed, such as 'modelopt'")
+        if self.like:
+            check_like(self.like)
         if self.preset not in PRESETS:
             raise CheckpointError(f"preset {self.preset!r}: one of {', '.join(PRESETS)} is needed")
         for option, count in (("--keep-first", self.keep_first), ("--keep-last", self.keep_last)):
@@ -572,7 +575,7 @@ class Selector:
         if tensor.model is not self._model:
             _check_count(self._wishes, tensor.model.layers)
             self._model, self._cache = tensor.model, {}
-            self._like = Likeness(self._wishes.like, tensor.model.model_type)
+            self._like = Likeness(self._wishes.like, tensor.model.model_type) if self._wishes.like else None
         key = (_without_expert_number(tensor.module), len(tensor.name) - len(tensor.module), tensor.dtype, tensor.shape)
         cached = self._cache.get(key)
         if cached is None:
@@ -622,7 +625,7 @@ class Selector:
             return _decision(False, f"--keep {kept}", True)
         if (included := self._include.first(tensor.module)) is not None:
             return _decision(True, f"{tensor.kind} (--include {included})")
-        if self._wishes.like and (reason := self._like.reason(tensor.module)) is not None:
+        if self._like is not None and (reason := self._like.reason(tensor.module)) is not None:
             return _decision(False, reason, True)
         return _NOT_NAMED if self._wishes.only and self._only.first(tensor.module) is None else None
 

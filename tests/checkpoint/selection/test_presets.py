@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
+import gguf_files
 import pytest
 import synthetic
 from synthetic import refused
@@ -108,11 +110,25 @@ def test_presets_that_convert_cannot_follow_are_refused(preset: presets.Preset) 
         ("modelopt:NVFP4", "Model-Optimizer has no preset 'NVFP4'; known are NVFP4_DEFAULT_CFG"),
         ("llm-compressor:nvfp4", "llm-compressor has no preset 'nvfp4'; known are NVFP4, NVFP4A16, MXFP4"),
         (":NVFP4", "one of modelopt, llm-compressor is needed"),
+        (None, "--like None: a str is needed"),
     ],
 )
-def test_unknown_tools_and_presets_are_refused(like: str, text: str) -> None:
+def test_unknown_tools_and_presets_are_refused(like: Any, text: str) -> None:
     with refused(text):
         Wishes(like=like)
+
+
+def test_names_of_llama_cpp_are_refused(tmp_path: Path) -> None:
+    gguf_files.write_model(tmp_path / "model.gguf")
+    with refused("--like modelopt: names modules of Hugging Face models, but SRC has llama.cpp's names"):
+        make_plan(tmp_path / "model.gguf", "nvfp4-gguf", wishes=Wishes(like="modelopt"))
+
+
+def test_bits_choose_recipes_in_place_of_a_preset(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    synthetic.dense(tmp_path / "source")
+    paths = [str(tmp_path / name) for name in ("source", "result")]
+    assert main(["convert", *paths, "--bits", "6", "--like", "modelopt:nvfp4"]) == 2
+    assert "leave the preset of --like modelopt:nvfp4 out" in capsys.readouterr().err
 
 
 def test_keep_and_include_precede_like_and_only_follows_it() -> None:
@@ -147,6 +163,10 @@ def test_a_preset_determines_layers_recipe_and_format(tmp_path: Path) -> None:
     assert plan.request.facts["wishes"]["like"] == "modelopt:NVFP4_EXPERTS_ONLY_CFG"
     plan = make_plan(tmp_path, wishes=Wishes(like="llm-compressor:MXFP4"))
     assert plan.recipe.id == "mxfp4-compressed-tensors" and plan.form.format == "compressed-tensors"
+    synthetic.dense(tmp_path / "dense")
+    for like, format in (("modelopt:nvfp4", "modelopt"), ("llm-compressor:NVFP4", "compressed-tensors")):
+        plan = make_plan(tmp_path / "dense", wishes=Wishes(like=like))
+        assert plan.form is not None and plan.form.format == format  # one of the two is not the usual format
     # what the user names is kept
     plan = make_plan(tmp_path, "nvfp4-te", format="compressed-tensors", wishes=Wishes(like="modelopt:nvfp4"))
     assert plan.recipe.id == "nvfp4-te" and plan.form.format == "compressed-tensors" and not plan.request.chosen
