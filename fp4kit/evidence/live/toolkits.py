@@ -316,7 +316,7 @@ MODELOPT = Adapter(
 # ---- msmodelslim: its quantizers of weights, and codes and scale bytes as its files store them
 
 
-def _msmodelslim(x: np.ndarray, format: str, method: str, dual: int = 0) -> Parts:
+def _msmodelslim(x: np.ndarray, format: str, method: str, dual: int = 0, **more: Any) -> Parts:
     """Quantize the weight x with AutoWeightQuantizer. dual: the length of the blocks of dual-level MXFP4."""
     import torch
     from msmodelslim.core.quant_service.modelslim_v1.save.utils.pack import pack_fp4_to_uint8
