@@ -17,7 +17,7 @@ from fp4kit.cli.output import block_text, markdown
 from fp4kit.evidence.golden.check import check_recipe
 from fp4kit.evidence.golden.golden_set import GoldenSet
 from fp4kit.recipes import ALL_RECIPES, RECIPES, Recipe
-from fp4kit.recipes.schema import PRODUCER_NAMES, producer_of
+from fp4kit.recipes.schema import PRODUCERS, producer_of
 from fp4kit.reference.ascend import SCALED, hif4
 from fp4kit.reference.block_rules import BLOCK_RULES
 from fp4kit.reference.four_over_six import quantize_four_over_six, quantize_if4
@@ -52,7 +52,7 @@ def overview() -> str:
         equal, compared = (sum(counts) for counts in zip(*(_recorded(r) for r in recipes), strict=True))
         formats = ", ".join(sorted({r.id.split("-")[0].upper() for r in recipes}))
         outputs = f"{equal:,} of {compared:,} equal" if compared else "none"
-        rows.append((f"[{PRODUCER_NAMES[name]}]({name}.md)", formats, str(len(recipes)), outputs, _versions(recipes)))
+        rows.append((f"[{PRODUCERS[name].name}]({name}.md)", formats, str(len(recipes)), outputs, _versions(recipes)))
     text = (
         "A *producer* is a library that quantizes, and a *recipe* is the arithmetic of one producer. The page of each"
         ' producer lists its recipes, with their formulas. The column "recorded outputs" counts the arrays that the'
@@ -65,7 +65,7 @@ def overview() -> str:
 def page(name: str, recipes: list[Recipe]) -> str:
     """Return the Markdown page of one producer: its versions, recipes, formulas, and similar recipes of others.
 
-    name: the producer's id, one of PRODUCER_NAMES.
+    name: the producer's id, one of PRODUCERS.
     recipes: the recipes that reproduce the producer; not empty.
     """
     equal, compared = (sum(counts) for counts in zip(*(_recorded(r) for r in recipes), strict=True))
@@ -75,9 +75,9 @@ def page(name: str, recipes: list[Recipe]) -> str:
         else "No outputs of this producer are recorded. The recipes were derived from the producer's source code."
     )
     about = (
-        f"This page lists the recipes that reproduce {PRODUCER_NAMES[name]}, and the formulas that they use. {recorded}"
+        f"This page lists the recipes that reproduce {PRODUCERS[name].name}, and the formulas that they use. {recorded}"
     )
-    lines = [f"# {PRODUCER_NAMES[name]}", "", about, ""]
+    lines = [f"# {PRODUCERS[name].name}", "", about, ""]
     lines += [f"Versions checked: {_versions(recipes)}.", "", "## Recipes", ""]
     lines += [*(_entry(r) for r in recipes), ""]
     lines += [

@@ -23,6 +23,7 @@ import numpy as np
 import fp4kit
 from fp4kit.checkpoint.containers.configs import LOADED, MIXTURES
 from fp4kit.checkpoint.loaders import support
+from fp4kit.checkpoint.selection.presets import EXCLUSIONS, PRESET_COLUMNS, preset_rows
 from fp4kit.cli.convert import flags
 from fp4kit.cli.output import RECIPE_COLUMNS, grouped_recipe_rows, markdown
 from fp4kit.contract.engine_table import VERSIONS
@@ -30,6 +31,7 @@ from fp4kit.cpu.engine import COVERAGE_COLUMNS, uncovered_rows
 from fp4kit.evidence.golden.check import COLUMNS, agreement_rows
 from fp4kit.evidence.live.run import adapters, exceptions
 from fp4kit.recipes import ALL_RECIPES, RECIPES, recipe
+from fp4kit.recipes.schema import PRODUCERS
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = (
@@ -170,6 +172,42 @@ def _live_row(name: str, entry: dict[str, Any] | None) -> tuple[str, ...]:
     )
     counts = (f"{len(entry['recipes'])}", f"{entry['arrays']:,}", f"{entry['elements']:,}")
     return (name, entry["version"], beside, entry["date"], *counts, exceptions(entry["exceptions"]))
+
+
+def versions() -> str:
+    """Return the table of the recorded and the newest versions of all producers, from docs/producer-versions.json."""
+    seen = json.loads((ROOT / "docs" / "producer-versions.json").read_text())
+    record = json.loads((ROOT / "docs" / "live-producers.json").read_text())
+    equal: dict[str, str] = {}
+    packages = {one.package for one in PRODUCERS.values()}
+    for adapter in adapters():
+        version = record.get(adapter.title or adapter.name, {}).get("version")
+        for name in {fp4kit.recipe(id).producer for id in adapter.calls} if version else ():
+            if PRODUCERS[name].package == adapter.name:
+                equal[name] = version
+            elif not PRODUCERS[name].package and (adapter.title or adapter.name == name):
+                equal[name] = f"{adapter.name} {version}" if adapter.name in packages else version
+    columns = ("producer", "package", "recorded at", "found equal at", f"newest on {seen['date']}")
+    rows = []
+    for name, one in PRODUCERS.items():
+        newest = seen["newest"].get(name, "") or "none"
+        rows.append((one.name, one.package or "none", str(one.versions), equal.get(name, ""), newest))
+    return markdown(columns, sorted(rows, key=lambda row: row[0].lower()))
+
+
+def presets() -> str:
+    """Return the table of the presets that `fp4kit convert --like` follows."""
+    followed = [(f"`{row[0]}`", *row[1:-1]) for row in preset_rows() if not row[1].startswith("none: ")]
+    return markdown(PRESET_COLUMNS[:-1], [[cell.replace("*", "\\*") for cell in row] for row in followed])
+
+
+def exclusions() -> str:
+    """Return the table of the modules that tools leave unquantized by default."""
+    rows = []
+    for one in EXCLUSIONS:
+        globs = " ".join(f"`{glob}`" for glob in one.keep.split())
+        rows.append((one.tool, one.models.replace(" ", ", ") or "all", globs, one.source))
+    return markdown(("tool", "model_type", "modules left unquantized", "source"), rows)
 
 
 def loaders() -> str:
@@ -339,6 +377,9 @@ ALL = (
     cpu,
     scale_search,
     live,
+    versions,
+    presets,
+    exclusions,
     loaders,
     convert_options,
     uncovered,

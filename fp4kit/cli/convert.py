@@ -279,6 +279,7 @@ def _assignment(args: argparse.Namespace, out: Output) -> Assignment | None:
             raise CheckpointError("--candidates: are assigned within a budget; add --bits, such as --bits 5.0")
         return None
     given = {"--recipe": args.recipe, "--scale-search": args.scale_search, "--codes": args.codes}
+    given[f"the preset of --like {args.like}"] = ":" in args.like
     for option in (option for option, value in given.items() if value):
         raise CheckpointError(f"--bits: assigns a recipe to every layer; leave {option} out, or use --candidates")
     for name, what in (("hadamard", "a rotation"), ("adapter", "an adapter")):
@@ -294,8 +295,8 @@ def _assignment(args: argparse.Namespace, out: Output) -> Assignment | None:
 
 
 def _wishes(args: argparse.Namespace) -> Wishes:
-    patterns = map(tuple, (args.keep, args.only, args.include))
-    return Wishes(args.preset, args.keep_first, args.keep_last, *patterns)
+    keep, only, include = map(tuple, (args.keep, args.only, args.include))
+    return Wishes(args.preset, args.keep_first, args.keep_last, keep, only, include, args.like)
 
 
 def _assignment_body(assignment: Assignment | None) -> dict[str, Any] | None:
@@ -544,6 +545,9 @@ COMMANDS = {
             "fp4kit convert Llama Llama-MXFP4 --recipe mxfp4 --only 'model.layers.*.mlp.*'": "quantize MLPs only",
             "fp4kit convert Llama Llama-Mixed --recipe nvfp4-te --recipe '*.down_proj=fp8-modelopt-channel'": (
                 "quantize some layers with another recipe"
+            ),
+            "fp4kit convert Qwen3.5 Qwen3.5-NVFP4 --like modelopt:NVFP4_DEFAULT_CFG": (
+                "quantize the layers that Model-Optimizer quantizes by this preset"
             ),
             "fp4kit convert Qwen3 Qwen3-FP8 --recipe fp8-transformers-block --format fp8": (
                 "quantize to FP8 in blocks of 128x128, as in Qwen3 releases"

@@ -9,6 +9,7 @@ import argparse
 import math
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from rich.console import Console
@@ -38,6 +39,7 @@ from fp4kit.evidence.golden.rows import ROWS
 from fp4kit.evidence.live import run as producers
 from fp4kit.formats import BNB_FP4, ELEMENT_FORMATS, MX4, NF4
 from fp4kit.recipes import ALIASES, ALL_RECIPES, family, recipe, recipes
+from fp4kit.recipes.schema import PRODUCERS
 
 
 def _bar(out: Output, *columns: ProgressColumn) -> Progress:
@@ -49,6 +51,10 @@ def _bar(out: Output, *columns: ProgressColumn) -> Progress:
 def _recipes(args: argparse.Namespace, out: Output) -> int:
     """Run the command recipes: list recipes, or compare them with producers (--check, --live)."""
     ids = _named(args.ids, families=not (args.check or args.live)) or recipes()
+    if args.versions:
+        return _versions(out, ids)
+    if args.presets:
+        return _presets(out)
     if args.golden is not None and not args.check:
         raise ValueError("--golden was given without --check; add --check")
     for name in ("seconds", "seed"):
@@ -115,6 +121,31 @@ def _check(out: Output, ids: tuple[str, ...], golden: GoldenSet) -> int:
     ]
     out.document("recipes.check/1", {"equal": equal, "compared": compared, "recipes": checked})
     return DONE if compared and equal == compared else DIFFERENT
+
+
+def _presets(out: Output) -> int:
+    """Print the presets of tools, and whether convert follows them."""
+    from fp4kit.checkpoint.selection import presets  # imports fp4kit.checkpoint, which other commands do not need
+
+    out.table(presets.PRESET_COLUMNS, [*presets.preset_rows()])
+    exclusions = [one._asdict() for one in presets.EXCLUSIONS]
+    out.document("recipes.presets/1", {"exclusions": exclusions, "presets": [one._asdict() for one in presets.PRESETS]})
+    return DONE
+
+
+def _versions(out: Output, ids: tuple[str, ...]) -> int:
+    """Print which version of each producer is recorded, and which is the newest in the package index."""
+    names = dict.fromkeys(recipe(id).producer for id in ids)
+    with _bar(out, BarColumn(), MofNCompleteColumn()) as bar, ThreadPoolExecutor(4) as pool:
+        found = [*bar.track(pool.map(producers.version_of, names), len(names), description="asking the package index")]
+    out.table(producers.VERSION_COLUMNS, found)
+    newer = [f"{PRODUCERS[one.producer].name} {one.newest}" for one in found if one.state == "newer"]
+    if newer:
+        out.line()
+        out.line(f"Newer than recorded: {', '.join(newer)}. To compare them, install them and use --live")
+    date = time.strftime("%Y-%m-%d", time.gmtime())
+    out.document("recipes.versions/1", {"date": date, "producers": [one._asdict() for one in found]})
+    return DONE
 
 
 def _formats(args: argparse.Namespace, out: Output) -> int:
@@ -343,6 +374,8 @@ COMMANDS = {
                     ("--check", "compare with the producers' recorded outputs, array by array"),
                     ("--agreement", "show which recipes give the same bytes on ordinary data"),
                     ("--live", "compare with installed producers on random inputs, bit for bit"),
+                    ("--presets", "list the presets of Model-Optimizer and llm-compressor that convert --like follows"),
+                    ("--versions", "compare the recorded versions of producers with those in pip's package index"),
                 )
             ),
             flag("--seconds", "with --live: how long each producer runs (default: 10)", type=float, metavar="S"),

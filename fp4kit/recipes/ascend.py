@@ -58,7 +58,7 @@ def amct() -> Made:
     )
 
 
-@producer("msmodelslim", "msmodelslim", "26.1.0")
+@producer("msmodelslim", "msmodelslim", "26.1.0", package="msmodelslim")
 def msmodelslim() -> Made:
     """Yield the recipes of msmodelslim's weights: MXFP4, MXFP8 and dual-level MXFP4."""
     source = "msmodelslim 26.1.0 AutoWeightQuantizer"
@@ -77,6 +77,7 @@ def msmodelslim() -> Made:
         ("mxfp8-msmodelslim-mse", "_fp8_mse", MXFP8_E4M3, "method mse_round"),
     ):
         exact = f"codes, scale bytes and values of {exact}. An exponent that is NaN has byte 0, as in its files"
+        exact += ". Infinite values have the largest code, as casts of PyTorch give it since 2.13" * (fmt is MXFP8_E4M3)
         yield of_format(fmt, id, f"{usual}{text} fake_rule=mx_msmodelslim", source=source, exact=exact)
     for columns in (512, 64):
         yield Recipe(

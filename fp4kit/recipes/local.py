@@ -12,7 +12,7 @@ from fp4kit.recipes.schema import Alias, Made, Recipe, of_format, producer, unsc
 _FIRST = "rounding=first sign=unsigned_zero nan_code=0"
 
 
-@producer("gguf", "llama.cpp (GGUF)", "ggml 0.25.3")
+@producer("gguf", "llama.cpp (GGUF)", "ggml 0.25.3", package="gguf")
 def gguf() -> Made:
     """Yield the recipes of llama.cpp 0c1e57098 (ggml 0.25.3): its FP4 types, quantize_mxfp4 and quantize_nvfp4."""
     yield of_format(
@@ -38,7 +38,7 @@ _MLX_DECODES_NAN = ("0.32.3", "0.32.4")
 _MLX_METAL = "MLX {} fp4.h, fp8.h and fp_quantized.h"
 
 
-@producer("mlx", "MLX", "0.32.2", "0.32.4")
+@producer("mlx", "MLX", "0.32.2", "0.32.4", package="mlx")
 def mlx() -> Made:
     """Yield the recipes of Apple MLX: mx.quantize and mx.dequantize on a CPU and on Metal.
 
@@ -148,7 +148,7 @@ def _mlx_mx(fmt: BlockFormat) -> Iterator[Recipe]:
 _COMFY_KITCHEN_SOURCE = "comfy-kitchen 0.2.40 backends/eager/quantization.py"
 
 
-@producer("comfy-kitchen", "comfy-kitchen (ComfyUI)", "0.2.40")
+@producer("comfy-kitchen", "comfy-kitchen (ComfyUI)", "0.2.40", package="comfy-kitchen")
 def comfy_kitchen() -> Made:
     """Yield the recipes of comfy-kitchen 0.2.40, which quantizes for ComfyUI: its eager back end, in PyTorch.
 

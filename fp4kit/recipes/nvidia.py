@@ -10,7 +10,7 @@ from fp4kit.formats import E4M3, INT4, INT8, MXFP4, MXFP8_E4M3, NVFP4, BlockForm
 from fp4kit.recipes.schema import Made, Recipe, four_over_six, of_format, producer, unscaled, variant
 
 
-@producer("te", "Transformer Engine", "d0067d0")
+@producer("te", "Transformer Engine", "d0067d0", package="transformer_engine")
 def te() -> Made:
     """Yield the recipes of Transformer Engine (TE) d0067d0: its CUDA kernels and its Python reference quantizers."""
     te = of_format(
@@ -76,7 +76,7 @@ def te() -> Made:
         yield variant(te, f"{te.id}-2d", "block=32x32")
 
 
-@producer("flashinfer", "FlashInfer", "fb28d72")
+@producer("flashinfer", "FlashInfer", "fb28d72", package="flashinfer-python")
 def flashinfer() -> Made:
     """Yield the recipes of FlashInfer fb28d72: its CUDA quantizers."""
     fast = of_format(
@@ -178,7 +178,7 @@ def _flashinfer_token(fast: Recipe, precise: Recipe) -> Iterator[Recipe]:
         )
 
 
-@producer("modelopt", "Model-Optimizer", "0.47")
+@producer("modelopt", "Model-Optimizer", "0.47", package="nvidia-modelopt")
 def modelopt() -> Made:
     """Yield the recipes of NVIDIA Model-Optimizer 0.47: QTensor classes and fake quantizers."""
     dynamic = of_format(

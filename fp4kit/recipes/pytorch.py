@@ -21,7 +21,7 @@ def ocp() -> Made:
     )
 
 
-@producer("torchao", "torchao", "0.19 dev")
+@producer("torchao", "torchao", "0.19 dev", package="torchao")
 def torchao() -> Made:
     """Yield the recipes of torchao: nvfp4_quantize and to_mx of 0.19 dev, and to_mx of release 0.18.0."""
     torchao = of_format(
@@ -187,7 +187,7 @@ _COMPRESSED_FORWARD = "compressed-tensors 0.20.1 quantization/lifecycle/forward.
 _COMPRESSED_VERSIONS = Versions("0.20.0", "0.20.1")
 
 
-@producer("compressed-tensors", "compressed-tensors", "0.20")
+@producer("compressed-tensors", "compressed-tensors", "0.20", "0.20.1", package="compressed-tensors")
 def compressed_tensors() -> Made:
     """Yield the recipes of compressed-tensors 0.20: its scale generation, quantization and packing."""
     nvfp4 = of_format(
@@ -195,7 +195,7 @@ def compressed_tensors() -> Made:
         "nvfp4-compressed-tensors",
         "tensor_rule=compressed_tensors block_rule=compressed_tensors decode_rule=compressed_tensors apply=divide "
         "sign=negative nan_code=0 amax_nan=propagate",
-        source="compressed-tensors 0.20 quantization/utils calculate_qparams, pack_fp4_to_uint8",
+        source="compressed-tensors 0.20.1 quantization/utils calculate_qparams, pack_fp4_to_uint8",
         exact="codes and block scales. The producer's global scale divides on decode, and tensor_scale is its "
         "reciprocal",
     )
@@ -247,7 +247,7 @@ def _compressed_tensors_mx(fmt: BlockFormat, id: str, more: str = "") -> Recipe:
         fmt,
         id,
         f"block_rule=e8m0_compressed_tensors round_scaled=True amax_nan=propagate {more}",
-        source="compressed-tensors 0.20 quantization/utils calculate_qparams",
+        source="compressed-tensors 0.20.1 quantization/utils calculate_qparams",
         exact=f"codes and scales{zero_points}, except for blocks with inf, NaN or an amax of at least {top} * 2^127 "
         f"(float16: {top} * 2^15). There, the producer's scale byte is an undefined cast (127 on x86, with codes of "
         "0), and the recipe follows OCP",
@@ -267,7 +267,7 @@ _AUTO_ROUND_PACKED8 = (
 )
 
 
-@producer("auto-round", "auto-round", "0.16.1")
+@producer("auto-round", "auto-round", "0.16.1", package="auto-round")
 def auto_round() -> Made:
     """Yield the recipes of Intel auto-round 0.16.1: its data types, as QuantLinear.pack stores them."""
     nvfp4 = of_format(
@@ -335,7 +335,7 @@ _QUARK_STORED = (
 _QUARK_TORCH = "Needs torch 2.13 or later, because earlier versions turn scales that overflow into NaN"
 
 
-@producer("quark", "AMD Quark", "0.13")
+@producer("quark", "AMD Quark", "0.13", package="amd-quark")
 def quark() -> Made:
     """Yield the recipes of AMD Quark 0.13: its quantized tensors, in which a zero has no sign."""
     nvfp4 = of_format(

@@ -357,7 +357,7 @@ class Recipe:
 def producer_of(id: str) -> str:
     """Return the producer that a recipe id names, such as te, flashinfer or compressed-tensors."""
     without_format = id.partition(" ")[0].partition("-")[2]
-    two_words = (name for name in PRODUCER_NAMES if "-" in name and without_format.startswith(name))
+    two_words = (name for name in PRODUCERS if "-" in name and without_format.startswith(name))
     return next(two_words, without_format.partition("-")[0])
 
 
@@ -457,16 +457,34 @@ class Alias(NamedTuple):
     exact: str
 
 
-PRODUCER_NAMES: dict[str, str] = {}  # {the producer in an id: its full name}; the decorator `producer` fills it
+class Producer(NamedTuple):
+    """A producer of recipes, which is a library that quantizes, or a specification.
+
+    Attributes:
+        name: its full name, such as "Transformer Engine".
+        versions: the versions of the recipes that do not state others.
+        package: the distribution that a package index such as PyPI has of it; "" if there is none.
+    """
+
+    name: str
+    versions: Versions
+    package: str
+
+
+PRODUCERS: dict[str, Producer] = {}  # {the producer in an id: its record}; the decorator `producer` fills it
 Made = Iterator[Recipe | Alias]
 
 
-def producer(id: str, name: str, first: str, last: str = "") -> Callable[[Callable[[], Made]], Callable[[], Made]]:
+def producer(
+    id: str, name: str, first: str, last: str = "", package: str = ""
+) -> Callable[[Callable[[], Made]], Callable[[], Made]]:
     """Decorate a generator of a producer's recipes and aliases: set the versions of recipes that have none.
 
     first, last: the oldest version known to give the recipes' bits, and the newest that was checked, if it is another.
+    package: see Producer.
     """
-    PRODUCER_NAMES[id], usual = name, Versions(first, last or first)
+    usual = Versions(first, last or first)
+    PRODUCERS[id] = Producer(name, usual, package)
 
     def with_versions(made: Recipe | Alias) -> Recipe | Alias:
         if isinstance(made, Alias):

@@ -8,7 +8,7 @@ from fp4kit.recipes.schema import Alias, Made, of_format, producer, unscaled, va
 _VLLM_ACTIVATIONS = "vLLM 0.33 csrc/libtorch_stable/quantization/fp4/nvfp4_utils.cuh cvt_warp_fp16_to_fp4"
 
 
-@producer("vllm", "vLLM", "0.33")
+@producer("vllm", "vLLM", "0.33", package="vllm")
 def vllm() -> Made:
     """Yield the recipes of vLLM: its emulation of NVFP4, its MX quantizers, its KV caches and its online NVFP4.
 
@@ -93,7 +93,7 @@ def vllm() -> Made:
     )
 
 
-@producer("sglang", "SGLang", "0.5.23")
+@producer("sglang", "SGLang", "0.5.23", package="sglang")
 def sglang() -> Made:
     """Yield the recipes of SGLang: the MXFP4 utilities of 0.5.23, and its online NVFP4, named nvfp4_online."""
     yield of_format(
@@ -256,7 +256,7 @@ _AITER_SOURCE = "aiter e404860 utility/fp4_utils.py, ops/quant.py per_1x32_f4_qu
 _AITER_TRITON = "aiter e404860 Triton kernel"
 
 
-@producer("aiter", "AMD aiter", "e404860")
+@producer("aiter", "AMD aiter", "e404860", package="amd-aiter")
 def aiter() -> Made:
     """Yield the recipes of AMD aiter e404860: the PyTorch reference of its MXFP4 quantizers, and its Triton kernels."""
     up = of_format(
@@ -310,14 +310,14 @@ def nunchaku() -> Made:
     )
 
 
-@producer("transformers", "transformers", "5.23")
+@producer("transformers", "transformers", "5.23", "5.24", package="transformers")
 def transformers() -> Made:
-    """Yield the recipe of Hugging Face transformers 5.23: FP8 weights in blocks of 128x128 with float32 scales."""
+    """Yield the recipe of Hugging Face transformers 5.24: FP8 weights in blocks of 128x128 with float32 scales."""
     yield unscaled(
         E4M3,
         "fp8-transformers-block",
         "tensor_scaling=block tensor_rule=fp8_transformers amax_nan=propagate block=128x128",
-        source="transformers 5.23 integrations/finegrained_fp8.py Fp8Quantize",
+        source="transformers 5.24 integrations/finegrained_fp8.py Fp8Quantize",
         exact="codes, and weight_scale_inv, which holds every 128th row of tensor_scale. transformers leaves a weight "
         "unquantized if its number of rows is not a multiple of 128; here, its last blocks have fewer rows",
     )
@@ -328,7 +328,7 @@ _FROM_10000 = "of a weight with at least 10000 elements, which NNCF computes wit
 _BELOW_10000 = "of a weight with fewer than 10000 elements, which NNCF computes with NumPy"
 
 
-@producer("nncf", "NNCF (OpenVINO)", "3.4.0")
+@producer("nncf", "NNCF (OpenVINO)", "3.4.0", package="nncf")
 def nncf() -> Made:
     """Yield the recipes of NNCF 3.4.0, with which OpenVINO quantizes weights: NVFP4, MXFP4, MXFP8 and FP4.
 
@@ -374,7 +374,7 @@ def nncf() -> Made:
         yield unscaled(E2M1, f"fp4-nncf{id}", text, source=source, exact=exact)
 
 
-@producer("onednn", "oneDNN", "2026.1.0")
+@producer("onednn", "oneDNN", "2026.1.0", package="onednn")
 def onednn() -> Made:
     """Yield the recipes of oneDNN 2026.1.0 (3.13): the dynamic scales of a matmul's destination."""
     source = "oneDNN 2026.1.0 (3.13) matmul ref:any with {} destination scales"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from fp4kit.formats import IF4, INT4, MXFP4, MXFP8_E4M3, NVFP4
 from fp4kit.recipes.schema import Made, of_format, producer, unscaled, variant
 
@@ -14,7 +16,7 @@ _FOUROVERSIX_BEYOND = (
 )
 
 
-@producer("fouroversix", "fouroversix", "1.0.5")
+@producer("fouroversix", "fouroversix", "1.0.5", package="fouroversix")
 def fouroversix() -> Made:
     """Yield the recipes of fouroversix 1.0.5 (MIT HAN lab): PyTorch back end on a CPU, Triton kernels on a GPU."""
     mse = of_format(
@@ -121,7 +123,7 @@ _FP_QUANT_GPU = (
 )
 
 
-@producer("fp-quant", "FP-Quant", "0.3.2")
+@producer("fp-quant", "FP-Quant", "0.3.2", package="fp_quant")
 def fp_quant() -> Made:
     """Yield the recipes of FP-Quant 0.3.2: its fake quantizers for training, written in Triton."""
     yield of_format(
@@ -162,7 +164,7 @@ _QWIX_MX = (
 )
 
 
-@producer("qwix", "qwix", "0.1.8")
+@producer("qwix", "qwix", "0.1.8", package="qwix")
 def qwix() -> Made:
     """Yield the recipes of qwix 0.1.8 (JAX), as XLA computes them on a CPU."""
     yield of_format(
@@ -204,7 +206,7 @@ def qat() -> Made:
 _JAX_SOURCE = "JAX {} jax._src.cudnn.scaled_matmul_stablehlo quantize, of jax.nn.scaled_dot_general, on {}"
 
 
-@producer("jax", "JAX", "0.10.2")
+@producer("jax", "JAX", "0.10.2", package="jax")
 def jax() -> Made:
     """Yield the recipes of jax.nn.scaled_dot_general: op by op and under jax.jit, on a CPU and on a GPU.
 
@@ -215,26 +217,30 @@ def jax() -> Made:
         NVFP4,
         "nvfp4-jax",
         "tensor_scaling=none block_rule=jax nan_code=8 amax_nan=propagate flush=True",
-        source=_JAX_SOURCE.format("0.10.2", "a CPU"),
+        source=_JAX_SOURCE.format("0.12.0.1", "a CPU"),
         exact=f"codes and scales of config nvfp4 with global_scale 1, the default, op by op and under jit. {rules}",
+        versions=("0.10.2", "0.12.0.1"),
     )
     mx = of_format(
         MXFP8_E4M3,
         "mxfp8-jax",
         "block_rule=e8m0_jax round_scaled=True amax_nan=propagate flush=True",
-        source=on_cpu.source,
+        source=_JAX_SOURCE.format("0.11.2", "a CPU"),
         exact="codes and scales of config mxfp8, op by op. Zeros of a bfloat16 block with scale 2^-127 become NaN "
         "(under jit on some processors only), and op by op those of a float32 block too. NaN elements are kept in an "
-        "amax, unlike in some large arrays",
+        "amax, unlike in some large arrays. Since 0.12, which computes in float32, not for float16 and bfloat16; under "
+        "jit, it then equals mxfp8-jax-jit for x.astype(float32)",
+        versions=("0.10.2", "0.11.2"),
     )
-    gpu = {"source": _JAX_SOURCE.format("0.11.2", "an H100"), "versions": ("0.11.2", "0.11.2")}
+    gpu: dict[str, Any] = {"source": _JAX_SOURCE.format("0.11.2", "an H100"), "versions": ("0.11.2", "0.11.2")}
     on_gpu = variant(on_cpu, "nvfp4-jax-gpu", "block_rule=jax_gpu flush=False", exact=on_cpu.exact, **gpu)
     text = "tensor_scaling=tensor tensor_rule="
     for base, jitted, changed in ((on_cpu, "divided block_rule=jax_jit", "divided"), (on_gpu, "divided", "jax_gpu")):
         yield base
         for suffix, rule, how in (("", changed, "op by op"), ("-jit", jitted, "under jit")):
             exact = f"codes, scales and global_scale {how}, with global_scale = amax / 2688, a normal float32. {rules}"
-            yield variant(base, f"{base.id}-global{suffix}", f"{text}{rule}", exact=exact)
+            facts = gpu if base is on_gpu else {"source": _JAX_SOURCE.format("0.10.2", "a CPU"), "versions": None}
+            yield variant(base, f"{base.id}-global{suffix}", f"{text}{rule}", exact=exact, **facts)
     yield mx
     yield variant(mx, "mxfp8-jax-jit", "block_rule=e8m0_jax_jit", exact=mx.exact.replace("op by op", "under jit", 1))
     for suffix, how in (("", "op by op"), ("-jit", "under jit")):

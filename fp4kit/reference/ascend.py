@@ -299,17 +299,18 @@ def quantize_whole(
 ) -> tuple[Array, Array]:
     """Return codes (m, blocks, block) and scale bytes (m, blocks * r.scale_bytes) by a rule that makes both.
 
-    msmodelslim stores byte 0 for an exponent that is NaN. Codes of NaN have the sign bit, as x86-64 gives it.
+    msmodelslim stores byte 0 for an exponent that is NaN. Codes of NaN have the sign bit, as x86-64 gives it. Infinite
+    values get the largest code, as casts of PyTorch give it since 2.13.
     """
     if r.scale == E6M2:
         return quantize_hif4(blocks, r, amax)
     found, e = scaled_msmodelslim(blocks, outer, r, dtype, amax), r.element
     bytes_ = np.where(np.isfinite(found.exponent), found.exponent + 127, 0).astype(np.int64).astype(np.uint8)
     scales = show("block scale", bytes_, E8M0)
-    size = np.where(np.isfinite(found.values), np.abs(found.values), ZERO)
+    size = np.where(np.isnan(found.values), ZERO, np.minimum(np.abs(found.values), np.float32(e.max)))
     codes = np.searchsorted(e.magnitudes, size).astype(np.uint8)
     if e.specials != "none":
-        codes = np.where(np.isfinite(found.values), codes, np.uint8(e.nan_code))
+        codes = np.where(np.isnan(found.values), np.uint8(e.nan_code), codes)
     negative = np.signbit(found.values) | np.isnan(found.values)
     codes = codes | np.where(negative, np.uint8(e.sign_bit), np.uint8(0))
     return show("code", codes, e), scales

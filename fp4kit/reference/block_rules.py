@@ -1002,16 +1002,16 @@ def _nncf_code(exponent: Array) -> Array:
 
 
 def code_e8m0_nncf(amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
-    """Return the E8M0 code of 2^ceil(ln(s) / ln(2)), as NNCF computes it with OpenVINO: from 10000 elements on.
+    """Return the E8M0 code of 2^ceil(ln(s) * (1 / ln(2))), as NNCF computes it with OpenVINO: from 10000 elements on.
 
         s = max(amax, 2^-23) / M
 
-    M is the largest element value. Both logarithms and their quotient are rounded to float32, so some powers of two
-    get the next larger scale. inf gives 254, and NaN gives 255. tensor and dtype are not used. Source: NNCF
-    weight_compression/weight_lowering.py.
+    M is the largest element value. Both logarithms, the reciprocal and the product are rounded to float32, so some
+    powers of two get the next larger scale. inf gives 254, and NaN gives 255. tensor and dtype are not used. Source:
+    NNCF weight_compression/weight_lowering.py.
     """
     s = nncf_scale(amax, recipe.element.max, False)
-    return _nncf_code(np.log(s.astype(np.float64)).astype(np.float32) / np.float32(np.log(2)))
+    return _nncf_code(np.log(s.astype(np.float64)).astype(np.float32) * (ONE / np.float32(np.log(2))))
 
 
 def code_e8m0_nncf_small(amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:

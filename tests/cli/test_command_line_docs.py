@@ -38,6 +38,8 @@ COMMANDS = {
     "recipes/1": "recipes",
     "recipes.check/1": "recipes nvfp4 --check",
     "recipes.live/1": "recipes mxfp4-gguf --live --seconds 0.1",
+    "recipes.versions/1": "recipes mxfp4-ocp --versions",
+    "recipes.presets/1": "recipes --presets",
     "agreement/1": "recipes --agreement",
     "formats/1": "formats",
     "formats.values/1": "formats e6m2",

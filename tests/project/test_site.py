@@ -91,4 +91,4 @@ def test_pages_of_producers_have_formula_and_a_block(pages: dict[str, str]) -> N
 
 def test_every_producer_has_a_title() -> None:
     module = tool_module("producer_pages")
-    assert set(module.PRODUCER_NAMES) == set(module.producers())
+    assert set(module.PRODUCERS) == set(module.producers())

@@ -214,3 +214,14 @@ def test_e6m2_rounds_to_nearest():
     errors = np.abs(E6M2.values[:255].astype(np.float64) - x[:, None])
     assert np.array_equal(np.take_along_axis(errors, E6M2.encode(x)[:, None].astype(int), 1)[:, 0], errors.min(1))
     assert E6M2.encode([0, -1, np.nan, np.inf, 2.0**-48]).tolist() == [0, 255, 255, 254, 0]
+
+
+@pytest.mark.parametrize("id", ["mxfp8-msmodelslim", "mxfp8-msmodelslim-mse"])
+def test_infinite_values_of_msmodelslim_have_the_largest_code(id):
+    """In float16, 2^-24 / 2^-32 is 2^-24 / 0. PyTorch's cast of infinity to E4M3 gives the largest value."""
+    x = np.full((2, 32), 2.0**-24, np.float16)
+    x[0, 1::2] *= -1
+    q = fp4kit.quantize(x, id)
+    assert q.packed[0].tolist() == [0x7E, 0xFE] * 16 and (q.packed[1] == 0x7E).all()
+    x[1, 3] = np.nan
+    assert (fp4kit.quantize(x, id).packed[1] & 0x7F == 0x7F).all()

@@ -809,3 +809,24 @@ def test_codes_scales_and_values(rule) -> None:
                 values.astype(dtype).astype(np.float32),
                 equal_nan=True,
             )
+
+
+# The powers of two 2^k for which ceil(ln(2^k) * (1 / ln(2))) is k + 1, where OpenVINO rounds each step to float32
+RAISED = {-125, -124, -120, -119, -114, -109, -108, -104, -103, -98, -93, -62, -60, -57, -54, -52, -49, -31, -30, -27}
+RAISED |= {-26, -15, -13}
+
+
+@pytest.mark.parametrize(("id", "largest"), [("mxfp4-nncf", 6), ("mxfp8-nncf", 448)])
+def test_nncf_multiplies_by_the_reciprocal_of_ln_2(id, largest):
+    ks = [k for k in range(-126, 128) if 2.0**-23 <= largest * 2.0**k < 2.0**128]
+    x = np.zeros((len(ks), 32), np.float32)
+    x[:, 5] = [largest * 2.0**k for k in ks]
+    for scales in (fp4kit.quantize(x, id).block_scale, specified(x, id).block_scale):
+        raised = scales[:, 0].astype(int) - 127 - ks
+        assert {k for k, more in zip(ks, raised, strict=True) if more} == RAISED & {*ks}
+        assert set(raised) <= {0, 1}
+
+
+def specified(x, id):
+    with specification():
+        return fp4kit.quantize(x, id)

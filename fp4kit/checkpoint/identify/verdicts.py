@@ -19,7 +19,7 @@ from fp4kit.checkpoint.identify.hypotheses import MadeBy
 from fp4kit.checkpoint.identify.known_methods import TUNED, TUNED_BY_AUTO_ROUND, fit_of
 from fp4kit.ops.identify import either
 from fp4kit.recipes import Recipe
-from fp4kit.recipes.schema import PRODUCER_NAMES, producer_of
+from fp4kit.recipes.schema import PRODUCERS, producer_of
 from fp4kit.storage.files import listed
 
 MAX_FAILURES = 4  # after this many unexplained layers in a row, only faults with a name are tried
@@ -445,7 +445,8 @@ def short_text(text: str, recipes: tuple[str, ...]) -> str:
 
 def with_producer(id: str) -> str:
     """Return a recipe id with the name of its producer in parentheses, such as "nvfp4-te (Transformer Engine)"."""
-    names = PRODUCER_NAMES.get(producer_of(id), "").removesuffix(")").split(" (")
+    found = PRODUCERS.get(producer_of(id))
+    names = found.name.removesuffix(")").split(" (") if found else ()
     name = next((one for one in names if one.lower().replace("_", "-") not in id), "")
     return f"{id} ({name})" if name else id
 

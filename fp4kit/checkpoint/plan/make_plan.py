@@ -32,6 +32,7 @@ from fp4kit.checkpoint.plan.plan_facts import declaration_warnings
 from fp4kit.checkpoint.plan.request import DEFAULTS, GGUF_ONLY, UNQUANTIZED, Request, RequestOptions, takes_options
 from fp4kit.checkpoint.plan.scale_search import SEARCH_RECIPE
 from fp4kit.checkpoint.plan.source_layers import all_doubts, cache_troubles, missing_experts, wide_floats
+from fp4kit.checkpoint.selection import presets
 from fp4kit.checkpoint.selection.names import check_wrappers, partly_converted
 from fp4kit.checkpoint.selection.selection import UNSUPPORTED_STACK, no_multiple
 from fp4kit.recipes import RECIPES, Recipe, recipe
@@ -59,7 +60,9 @@ def with_defaults(
     forms = [form for form, _ in sizes.most_common()]
     formats: list[str | None] = [request.format]
     if request.format is None and not is_gguf_config(config):
-        own = (form.format or form.method for form in forms)
+        liked = presets.preset_of(request.wishes.like) if request.wishes.like else None
+        own = [presets.FORMATS[liked.tool]] if liked else []
+        own += [form.format or form.method for form in forms]
         formats = [*dict.fromkeys(one for one in own if one in ALL_FORMATS), None]
     if given:
         possible = ((one, _possible(replace(request, format=one).mixture_for, config)) for one in formats)
@@ -331,7 +334,12 @@ def make_plan(source: str | Path, recipe_id: str | Recipe | None = None, **optio
     if recipe_id is None and options.get("search") is not None:
         recipe_id = SEARCH_RECIPE
     request = Request.of(recipe(DEFAULTS[0] if recipe_id is None else recipe_id), options)
-    row = request.serving
+    like, row = request.wishes.like, request.serving
+    if like and recipe_id is None and row is None and request.format != UNQUANTIZED:
+        liked = presets.preset_of(like)
+        if liked is not None:
+            recipe_id, why = liked.recipe, f"--like {like}, whose activations are {liked.activations}"
+            request = replace(request, recipe=recipe(recipe_id), chosen=why)
     if row is not None:
         recipe_id = row.weights if recipe_id is None else recipe_id
         why = request.chosen or f"the weights of {row.engine} {row.scheme}"
@@ -345,6 +353,8 @@ def make_plan(source: str | Path, recipe_id: str | Recipe | None = None, **optio
         )
     model = open_source(Path(source))
     weights = weights_of(model.tensors, model.config)
+    if like and is_gguf_config(model.config):
+        raise CheckpointError(f"--like {like}: names modules of Hugging Face models, but SRC has llama.cpp's names")
     closed_world.check_no_adapter(model.tensors, request.ignore)
     check_wrappers(model.tensors)
     if request.adapter is not None:

@@ -176,6 +176,15 @@ class Request:
                 ),
             )
         ),
+        flag(
+            "--like",
+            "leave unquantized too what this tool leaves so by default in a model of SRC's family: modelopt or"
+            " llm-compressor. A preset of the tool, such as modelopt:NVFP4_MLP_ONLY_CFG, also determines the recipe and"
+            " the format unless they are given; `fp4kit recipes --presets` lists presets",
+            _WHICH,
+            default="",
+            metavar="TOOL[:PRESET]",
+        ),
         given=None,
         made=lambda wishes: wishes or Wishes(),
         facts=True,

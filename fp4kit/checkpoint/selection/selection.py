@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple
 from fp4kit.checkpoint.selection.names import ARCHITECTURE, Role, adapter_tensor, unquantized_reason
 from fp4kit.checkpoint.selection.names import ROLES as GGUF_ROLES
 from fp4kit.checkpoint.selection.names import STACKS as GGUF_STACKS
+from fp4kit.checkpoint.selection.presets import Likeness, check_like
 from fp4kit.lazy import lazy_property
 from fp4kit.storage.files import BLOCKED, DTYPE_BITS, FLOAT_DTYPES, CheckpointError, listed, shown
 
@@ -473,9 +474,12 @@ class Wishes:
         only: patterns of the modules to quantize. All other modules stay unquantized; () means no restriction.
         include: patterns of modules to quantize too, although the preset or ``only`` leaves them out, or although a
             source with quantized layers keeps them unquantized.
+        like: a tool, whose default exclusions stay unquantized too: "modelopt" or "llm-compressor". With one of its
+            presets, "modelopt:NVFP4_MLP_ONLY_CFG", also those of the preset. "" for no tool.
 
     Raises:
-        CheckpointError: if the preset is unknown, a number of layers is negative, or patterns are not a tuple.
+        CheckpointError: if the preset is unknown, a number of layers is negative, patterns are not a tuple, or ``like``
+            names no tool or preset that a conversion can follow.
     """
 
     preset: str = "linear"
@@ -484,8 +488,13 @@ class Wishes:
     keep: tuple[str, ...] = ()
     only: tuple[str, ...] = ()
     include: tuple[str, ...] = ()
+    like: str = ""
 
     def __post_init__(self) -> None:
+        if type(self.like) is not str:
+            raise CheckpointError(f"--like {self.like!r}: a str is needed, such as 'modelopt'")
+        if self.like:
+            check_like(self.like)
         if self.preset not in PRESETS:
             raise CheckpointError(f"preset {self.preset!r}: one of {', '.join(PRESETS)} is needed")
         for option, count in (("--keep-first", self.keep_first), ("--keep-last", self.keep_last)):
@@ -559,13 +568,14 @@ class Selector:
         self._wishes, self._block = wishes, block
         self._keep, self._only, self._include = map(_Patterns, (wishes.keep, wishes.only, wishes.include))
         self._cache: dict[Hashable, tuple[Decision | None, Decision]] = {}
-        self._model: ModelFacts | None = None  # the model that _cache belongs to
+        self._model: ModelFacts | None = None  # the model that _cache and _like belong to
 
     def decide(self, tensor: Candidate) -> Decision:
         """Return the decision on one tensor."""
         if tensor.model is not self._model:
             _check_count(self._wishes, tensor.model.layers)
             self._model, self._cache = tensor.model, {}
+            self._like = Likeness(self._wishes.like, tensor.model.model_type) if self._wishes.like else None
         key = (_without_expert_number(tensor.module), len(tensor.name) - len(tensor.module), tensor.dtype, tensor.shape)
         cached = self._cache.get(key)
         if cached is None:
@@ -610,11 +620,13 @@ class Selector:
         return Decision(True, f"{kind} (preset {wishes.preset})")
 
     def _by_patterns(self, tensor: Candidate) -> Decision | None:
-        """Return the decision of the first of --keep, --include and --only that decides about a tensor, or None."""
+        """Return the decision of the first of --keep, --include, --like and --only that decides about a tensor."""
         if (kept := self._keep.first(tensor.module)) is not None:
             return _decision(False, f"--keep {kept}", True)
         if (included := self._include.first(tensor.module)) is not None:
             return _decision(True, f"{tensor.kind} (--include {included})")
+        if self._like is not None and (reason := self._like.reason(tensor.module)) is not None:
+            return _decision(False, reason, True)
         return _NOT_NAMED if self._wishes.only and self._only.first(tensor.module) is None else None
 
 

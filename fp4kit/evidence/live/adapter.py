@@ -65,6 +65,10 @@ QUARK_INFINITE = Exempt(  # Quark divides blocks with the scale code 0 by 2^-23
     "quotients that overflow in Quark",
     lambda x, q: (_scale(q) == 0) & (np.abs(x.astype(np.float64)) * 2.0**23 >= 2.0**128),
 )
+ONEDNN_NEGATIVE_ZERO = Exempt(  # fp4kit gives +0, whose sign bit is not set, only if the product underflows
+    "-0 of a product that underflows in oneDNN",
+    lambda x, q: (x < 0) & ((fp4kit.unpack(q.packed) if q.recipe.is_packed else q.packed) == 0),
+)
 NAN_SCALE = Exempt("codes under a NaN scale", lambda x, q: np.isnan(_scale(q)))
 NAN_VALUE = Exempt("codes that decode to NaN", lambda x, q: np.isnan(_scale(q) * np.asarray(q.tensor_scale)))
 ZERO_OF_ZEROS = Exempt("-0 in a block of zeros", lambda x, q: (block_amax(x, q.recipe.block_size) == 0) & np.signbit(x))
@@ -128,7 +132,8 @@ class Adapter:
     Attributes:
         name: the name of the producer's distribution, whose version is reported.
         calls: {recipe id: call}.
-        module: the package that must be importable, or "" if it has the distribution's name.
+        module: the package that must be importable, or "" if it has the distribution's name. None if the distribution
+            has no Python package.
         dependencies: distributions whose versions are reported too, because the bits may depend on them.
         left_out: {reason: ids of recipes of the producer that have no call}.
         needs: the modules that the calls import, if not only ``module``, and functions that load what they need. These
@@ -139,7 +144,7 @@ class Adapter:
     name: str
     calls: Mapping[str, ProducerCall]
     _: KW_ONLY
-    module: str = ""
+    module: str | None = ""
     dependencies: tuple[str, ...] = ("torch",)
     left_out: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     needs: tuple[str | Callable[[], Any], ...] = ()

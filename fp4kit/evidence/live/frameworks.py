@@ -1,10 +1,17 @@
-"""Define the adapters of libraries for training and inference: gguf, microxcaling, MLX, qwix, torchao, transformers."""
+"""Define the adapters of libraries for training and inference: gguf, Hugging Face kernels, JAX, microxcaling, MLX,
+NNCF, oneDNN, qwix, torchao, transformers.
+"""
 
 from __future__ import annotations
 
+import ctypes
+import os
+import sys
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,11 +22,15 @@ import fp4kit
 from fp4kit.arithmetic import exponent_field
 from fp4kit.evidence.live.adapter import (
     NAN_SCALE,
+    ONEDNN_NEGATIVE_ZERO,
     SATURATING_CASTS,
     Adapter,
     Parts,
     ProducerCall,
+    cached,
     decoded,
+    load,
+    packages,
     parts,
     to_numpy,
     to_torch,
@@ -52,6 +63,26 @@ GGUF = Adapter(
     dependencies=("numpy",),
     calls={"mxfp4-gguf": ProducerCall(_gguf_mxfp4, ("float32",), decode=_gguf_decode, decodes=("float32",))},
     left_out={"gguf has no quantizer of NVFP4; the recipe is llama.cpp's C function": ("nvfp4-gguf",)},
+)
+
+
+@cached
+def _hf_pack() -> Any:
+    """Load and return _pack.py of the kernel nvfp4-gemm, without its compiled operators."""
+    return load("nvfp4_gemm", "_pack.py", packages("nvfp4_gemm", "nvfp4_gemm._ops"))
+
+
+def _hf_kernels_fake(x: np.ndarray) -> Parts:
+    return {"fake": to_numpy(_hf_pack().quantize_reference(to_torch(x)))}
+
+
+HF_KERNELS = Adapter(  # the folder of the kernel from the Hub, which is no distribution, must be in PYTHONPATH
+    "nvfp4-gemm",
+    module="nvfp4_gemm",
+    needs=(_hf_pack,),
+    calls={"nvfp4-hf-kernels-reference": ProducerCall(_hf_kernels_fake)},
+    left_out={"the kernel needs a GPU of sm_100": ("nvfp4-hf-kernels",)},
+    title="Hugging Face kernels",
 )
 
 
@@ -150,6 +181,158 @@ MLX = Adapter(
 )
 
 
+def _nncf_compressed(x: np.ndarray, mode: str, elements: int = 0) -> Parts:
+    """Compress x as the weight of an OpenVINO model, below enough copies of its rows to have at least ``elements``
+    elements, and decode it as OpenVINO does with the inference precision float32.
+    """
+    import nncf
+    import openvino
+    from nncf.quantization.algorithms.weight_compression import config, openvino_backend
+    from nncf.tensor import Tensor
+
+    w = np.tile(x, (-(-elements // x.size) or 1, 1))
+    kind = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}[w.dtype.name]
+    stored = openvino.Tensor(w.view(np.uint8), openvino.Shape(w.shape), getattr(openvino.Type, kind))
+    how = config.WeightCompressionConfig(getattr(nncf.CompressWeightsMode, mode), 16 if mode == "NVFP4" else 32)
+    backend: Any = openvino_backend.OVWeightCompressionAlgoBackend
+    node, _ = backend._create_compression_subgraph(
+        None,
+        Tensor(stored),
+        how,
+        (1,),
+        "w",
+        weight_port_id=1,
+        const_dtype=openvino.Type.f32,
+        should_add_convert_node=True,
+    )
+    model = openvino.Model([node], [])
+    parts_of = {"w": "codes", "w/scale": "block_scale", "w/second_order_scale": "tensor_scale"}
+    if mode == "FP4":
+        del parts_of["w/scale"]  # float16, which fp4kit has before they are rounded
+    found = {parts_of[op.get_friendly_name()]: op.data for op in model.get_ops() if op.get_friendly_name() in parts_of}
+    values = openvino.compile_model(model, "CPU", {"INFERENCE_PRECISION_HINT": "f32"})({})[0]
+    codes = found["codes"] if mode == "MXFP8_E4M3" else np.asarray(fp4kit.unpack(found["codes"].reshape(len(w), -1)))
+    found |= {"codes": codes.reshape(w.shape), "values": np.asarray(values)}
+    return {
+        name: part if name == "tensor_scale" else part.reshape(len(w), -1)[: len(x)] for name, part in found.items()
+    }
+
+
+NNCF_FROM = 10_000  # the number of elements, or of block scales, from which NNCF computes with OpenVINO
+NNCF = Adapter(
+    "nncf",
+    dependencies=("openvino", "numpy"),
+    needs=("nncf", "openvino"),
+    calls={
+        f"{kind}-nncf{suffix}": ProducerCall(partial(_nncf_compressed, mode=mode, elements=elements))
+        for kind, mode in (("nvfp4", "NVFP4"), ("mxfp4", "MXFP4"), ("mxfp8", "MXFP8_E4M3"), ("fp4", "FP4"))
+        for suffix, elements in (("-small", 0), ("", NNCF_FROM))
+    }
+    | {
+        "nvfp4-nncf-medium": ProducerCall(partial(_nncf_compressed, mode="NVFP4", elements=NNCF_FROM)),
+        "nvfp4-nncf": ProducerCall(partial(_nncf_compressed, mode="NVFP4", elements=16 * NNCF_FROM)),
+    },
+)
+
+
+# From dnnl_types.h of oneDNN 3.13: dnnl_data_type_t, dnnl_quantization_mode_t, DNNL_ARG_*, dnnl_cpu and
+# dnnl_stream_in_order
+ONEDNN_TYPES = {"bfloat16": 2, "float32": 3, "e5m2": 9, "e4m3": 10, "e8m0": 13, "e2m1": 14}
+ONEDNN_MODES = {"dynamic_mx": 2, "dynamic_fp": 3}
+ONEDNN_SRC, ONEDNN_DST, ONEDNN_WEIGHTS, ONEDNN_SCALES = 1, 17, 33, 4096
+ONEDNN_CPU, ONEDNN_IN_ORDER = 1, 1
+ONEDNN_NEEDS = ("libimf.so", "libintlc.so.5", "libsvml.so", "libtbb.so.12", "libsycl.so.9")  # not in its search path
+
+
+@cached
+def _onednn_library() -> Any:
+    """Load oneDNN's library from this environment, and return it. It has no Python interface, only that of C."""
+    folder = Path(sys.prefix, "lib")
+    os.putenv("OCL_ICD_FILENAMES", str(folder / "libintelocl.so"))  # oneDNN's CPU needs OpenCL, of intel-opencl-rt
+    for name in ONEDNN_NEEDS:
+        ctypes.CDLL(str(folder / name), ctypes.RTLD_GLOBAL)
+    return ctypes.CDLL(str(folder / "libdnnl.so.3"))
+
+
+def _onednn_call(name: str, *arguments: Any) -> None:
+    status = getattr(_onednn_library(), name)(*arguments)
+    if status:
+        raise RuntimeError(f"{name} returns status {status}")
+
+
+def _onednn_made(after: ExitStack, name: str, *arguments: Any) -> ctypes.c_void_p:
+    """Create an object with a function of oneDNN's C interface, and return its handle. ``after`` destroys it."""
+    handle = ctypes.c_void_p()
+    _onednn_call(name, ctypes.byref(handle), *arguments)
+    kind = name.partition("_create")[0].replace("matmul_", "")
+    after.callback(_onednn_call, f"{kind}_destroy", handle)
+    return handle
+
+
+class OnednnArgument(ctypes.Structure):
+    """dnnl_exec_arg_t: an argument of a primitive."""
+
+    _fields_ = (("arg", ctypes.c_int), ("memory", ctypes.c_void_p))
+
+
+def _onednn_quantize(x: np.ndarray, element: str, scale: str = "e8m0", mode: str = "dynamic_mx") -> Parts:
+    """Multiply x by an identity matrix, with dynamic scales of the product."""
+    size, bits = (16, 4) if mode == "dynamic_fp" else (32, 4 if element == "e2m1" else 8)
+    codes, scales = (np.zeros((len(x), n), np.uint8) for n in (x.shape[1] * bits // 8, x.shape[1] // size))
+    eye = np.eye(x.shape[1], dtype=x.dtype)
+
+    def dims(*numbers: int) -> Any:
+        return (ctypes.c_int64 * 12)(*numbers)
+
+    with ExitStack() as after:
+        made = partial(_onednn_made, after)
+        engine = made("dnnl_engine_create", ONEDNN_CPU, ctypes.c_size_t(0))
+        stream = made("dnnl_stream_create", engine, ONEDNN_IN_ORDER)
+        attributes = made("dnnl_primitive_attr_create")
+        how = 0b11, 2, dims(1, size), ONEDNN_TYPES[scale], 0, ONEDNN_MODES[mode]
+        _onednn_call("dnnl_primitive_attr_set_scales_v3", attributes, ONEDNN_DST, *how)
+        given = (
+            (ONEDNN_SRC, x, x.shape, x.dtype.name),
+            (ONEDNN_WEIGHTS, eye, eye.shape, x.dtype.name),
+            (ONEDNN_DST, codes, x.shape, element),
+            (ONEDNN_DST | ONEDNN_SCALES, scales, scales.shape, scale),
+        )
+        described = [
+            made("dnnl_memory_desc_create_with_strides", 2, dims(*shape), ONEDNN_TYPES[kind], dims(shape[1], 1))
+            for _, _, shape, kind in given
+        ]
+        src, weights, dst, _ = described
+        product = made("dnnl_matmul_primitive_desc_create", engine, src, weights, None, dst, attributes)
+        primitive = made("dnnl_primitive_create", product)
+        arguments = [
+            OnednnArgument(number, made("dnnl_memory_create", one, engine, a.ctypes.data_as(ctypes.c_void_p)))
+            for one, (number, a, _, _) in zip(described, given, strict=True)
+        ]
+        several = (OnednnArgument * len(given))(*arguments)
+        _onednn_call("dnnl_primitive_execute", primitive, stream, len(given), several)
+        _onednn_call("dnnl_stream_wait", stream)
+    return parts(x, codes, scales)
+
+
+ONEDNN_OPTIONS: dict[str, dict[str, Any]] = {
+    "nvfp4-onednn": {"element": "e2m1", "scale": "e4m3", "mode": "dynamic_fp"},
+    "mxfp4-onednn": {"element": "e2m1"},
+    "mxfp8-onednn": {"element": "e4m3"},
+    "mxfp8-onednn-e5m2": {"element": "e5m2"},
+}
+ONEDNN = Adapter(
+    "onednn",
+    module=None,
+    dependencies=("intel-opencl-rt",),
+    needs=(_onednn_library,),
+    calls={
+        id: ProducerCall(partial(_onednn_quantize, **options), ("float32", "bfloat16"), exempt=(ONEDNN_NEGATIVE_ZERO,))
+        for id, options in ONEDNN_OPTIONS.items()
+    },
+    title="oneDNN",
+)
+
+
 def _qwix_quantize(x: np.ndarray, kind: str) -> Parts:
     """Quantize x with qarray.quantize, as XLA computes it on a CPU."""
     import jax
@@ -203,9 +386,12 @@ JAX = Adapter(
     needs=("jax._src.cudnn.scaled_matmul_stablehlo",),
     calls={
         "nvfp4-jax": ProducerCall(partial(_jax_quantize, mode="nvfp4")),
-        "mxfp8-jax": ProducerCall(partial(_jax_quantize, mode="mxfp8")),
+        # JAX 0.12 computes float16 and bfloat16 in float32.
+        "mxfp8-jax": ProducerCall(partial(_jax_quantize, mode="mxfp8"), last="0.11.99"),
         # XLA of some processors folds the reciprocal of bfloat16, and then leaves zeros of a zero block.
-        "mxfp8-jax-jit": ProducerCall(partial(_jax_quantize, mode="mxfp8", jitted=True), ("float32", "float16")),
+        "mxfp8-jax-jit": ProducerCall(
+            partial(_jax_quantize, mode="mxfp8", jitted=True), ("float32", "float16"), last="0.11.99"
+        ),
     },
     left_out={
         "it is for a GPU": tuple(id for id in fp4kit.recipes() if "jax-gpu" in id),

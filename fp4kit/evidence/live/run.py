@@ -12,6 +12,8 @@ import importlib.util
 import inspect
 import io
 import logging
+import re
+import subprocess
 import sys
 import time
 import warnings
@@ -29,6 +31,7 @@ from fp4kit.evidence.golden.rows import ROWS
 from fp4kit.evidence.live.adapter import PARTS, Adapter, Parts, ProducerCall
 from fp4kit.evidence.live.draw import draw, draw_stored, shrink
 from fp4kit.formats import bit_patterns
+from fp4kit.recipes.schema import PRODUCERS
 from fp4kit.recipes.table import is_listed
 from fp4kit.reference.codec import decode
 
@@ -40,17 +43,14 @@ UNKNOWN = "unknown"  # the version of a library without metadata
 
 WITHOUT = {  # {producer in a recipe id: why it has no adapter}
     "aiter": "aiter needs an AMD GPU to be imported; recorded outputs are compared by --check",
-    **dict.fromkeys(("hifloat4", "amct", "msmodelslim"), "recorded outputs are compared by --check"),
+    **dict.fromkeys(("hifloat4", "amct"), "it is not a package; recorded outputs are compared by --check"),
     "deepseek": "DeepSeek-V4's kernel needs TileLang and a GPU",
     "deepgemm": "DeepGEMM needs CUDA to be imported; recorded outputs are compared by --check",
     "flashinfer": "FlashInfer quantizes with CUDA kernels, which need a GPU",
     "fp-quant": "FP-Quant quantizes with Triton kernels, which need a GPU; recorded outputs are compared by --check",
-    "hf-kernels": "Hugging Face's kernels need a GPU of sm_100; recorded outputs are compared by --check",
     "miles": "the trainer miles has no package of its own; recorded outputs are compared by --check",
     "mslk": "MSLK quantizes with Triton kernels, which need a GPU; recorded outputs are compared by --check",
-    "nncf": "NNCF quantizes whole models of OpenVINO; recorded outputs are compared by --check",
     "nunchaku": "Nunchaku quantizes with CUDA kernels, which need a GPU of sm_120",
-    "onednn": "oneDNN needs an OpenCL runtime; recorded outputs are compared by --check",
     "qat": "the trainers slime and miles have no package of their own",
 }
 
@@ -317,12 +317,13 @@ def run(
 
 def find(adapter: Adapter) -> tuple[str, dict[str, str]]:
     """Return (version of the installed producer, {distribution: version} of the producer and its dependencies)."""
-    if importlib.util.find_spec(adapter.package) is None:
-        raise NotRun("is not installed")
     versions = {}
     for name in (adapter.name, *adapter.dependencies):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(name)
+    has_module = adapter.module is not None
+    if not (importlib.util.find_spec(adapter.package) if has_module else adapter.name in versions):
+        raise NotRun("is not installed")
     return versions.get(adapter.name, UNKNOWN), versions
 
 
@@ -344,13 +345,86 @@ def _between(first: str, version: str, last: str) -> bool:
 
 
 def _key(version: str) -> tuple[int, ...]:
-    """Return a key to compare versions by: the leading numbers, such as (0, 19, 0) for "0.19.0.dev3+cpu"."""
+    """Return a key to compare versions by: the leading numbers without zeros at the end, (0, 19) for "0.19.0.dev3"."""
     numbers = []
     for part in version.split("+")[0].split("."):
         if not part.isdigit():
             break
         numbers.append(int(part))
+    while numbers and not numbers[-1]:
+        del numbers[-1]
     return tuple(numbers)
+
+
+# ---- versions in the package index
+
+
+class ProducerVersion(NamedTuple):
+    """The recorded, the installed and the newest version of a producer.
+
+    Attributes:
+        producer: the producer in recipe ids, such as "te".
+        package: its distribution; "" if no package index has one.
+        recorded: the newest version that fp4kit's recipes were checked against: a release, or a commit.
+        installed: the installed version; "" if it is not installed.
+        newest: the newest release in the package index that this Python can install; "" if the index has none.
+        state: "recorded" if the newest release is recorded (or an older one than ``recorded``), "newer" if a newer one
+            exists, "no release recorded" if ``recorded`` is a commit or another name, and "no package".
+    """
+
+    producer: str
+    package: str
+    recorded: str
+    installed: str
+    newest: str
+    state: str
+
+
+VERSION_COLUMNS = ("producer", "package", "recorded", "installed", "newest", "state")
+_UNREACHED = re.compile(r"Could not fetch URL (?!.* 404 ).*")  # of pip's log, also if another index has the package
+
+
+def newest(package: str) -> str:
+    """Return the newest release of a distribution in the package index that pip is configured for; "" if it has none.
+
+    Raises:
+        OSError: if pip is missing, or the index cannot be reached.
+    """
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "index",
+        "versions",
+        package,
+        "-vv",
+        "--no-input",
+        "--ignore-requires-python",
+    ]
+    ran = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL)
+    log = ran.stdout + ran.stderr
+    if "No module named pip" in log:
+        raise OSError("--versions: asks the package index through pip, which is missing; run python -m ensurepip")
+    unreached, found = _UNREACHED.search(log), re.search(rf"^{re.escape(package)} \((\S+)\)", log, re.MULTILINE)
+    if unreached or not (found or "No matching distribution" in log):
+        lines = [unreached[0]] if unreached else ran.stderr.strip().splitlines()[-1:]
+        reason = "".join(lines)[:300] or f"exit code {ran.returncode}"
+        raise OSError(f"--versions: pip cannot read the package index; check the network or pip config: {reason}")
+    return found[1] if found else ""
+
+
+def version_of(name: str) -> ProducerVersion:
+    """Return the versions of a producer; ``name`` is a key of PRODUCERS. Raise OSError as newest() does."""
+    one, installed = PRODUCERS[name], ""
+    recorded = one.versions.last
+    if not one.package:
+        return ProducerVersion(name, "", recorded, "", "", "no package")
+    with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+        installed = importlib.metadata.version(one.package)
+    latest, release = newest(one.package), re.fullmatch(r"(\d+(?:\.\d+)+)( dev)?", recorded)
+    is_newer = release and (_key(latest) >= _key(release[1]) if release[2] else _key(latest) > _key(release[1]))
+    state = "newer" if is_newer else "recorded" if release else "no release recorded"
+    return ProducerVersion(name, one.package, recorded, installed, latest, state)
 
 
 def _drawn(id: str, call: ProducerCall, seed: int, number: int) -> LiveCase:

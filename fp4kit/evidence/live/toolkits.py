@@ -1,5 +1,6 @@
-"""Define the adapters of toolkits: auto-round, comfy-kitchen, compressed-tensors, Model-Optimizer and Quark; and of
-packages that need CUDA when they are imported: fouroversix, SGLang, Transformer Engine, triton_kernels and vLLM.
+"""Define the adapters of toolkits: auto-round, comfy-kitchen, compressed-tensors, Model-Optimizer, msmodelslim and
+Quark; and of packages that need CUDA when they are imported: fouroversix, SGLang, Transformer Engine, triton_kernels
+and vLLM.
 """
 
 from __future__ import annotations
@@ -310,6 +311,52 @@ MODELOPT = Adapter(
     }
     | {"fp8-modelopt-channel-cpu": ProducerCall(_modelopt_fake_fp8)},
     left_out=MODELOPT_LEFT_OUT,
+)
+
+# ---- msmodelslim: its quantizers of weights, and codes and scale bytes as its files store them
+
+
+def _msmodelslim(x: np.ndarray, format: str, method: str, **settings: Any) -> Parts:
+    """Quantize the weight x with AutoWeightQuantizer. settings: those of the method."""
+    import torch
+    from msmodelslim.core.quant_service.modelslim_v1.save.utils.pack import pack_fp4_to_uint8
+    from msmodelslim.core.quantizer.base import AutoWeightQuantizer, QConfig
+    from msmodelslim.ir.qal import QDType, QScope, QStorage
+
+    is_dual = method == "dualscale"
+    how = {"scope": QScope.DUAL_SCALE if is_dual else QScope.PER_BLOCK, "ext": {"axes": -1, **settings}}
+    config = QConfig(dtype=QDType[format], symmetric=True, method=method, **how)
+    quantizer = AutoWeightQuantizer.from_config(config)
+    quantizer.init_weight(QStorage(QDType.FLOAT, to_torch(x)))
+    values, scales = quantizer.get_q_storage().value, quantizer.get_q_param().ext
+    codes = pack_fp4_to_uint8(values) if format == "MXFP4" else values.to(torch.float8_e4m3fn)
+    exponents = (scales["scale"].reshape(len(x), -1) + 127).to(torch.uint8)
+    # The decoders of mse_round and of dual-level MXFP4 fail for matrices.
+    fake = None if is_dual or method == "mse_round" else quantizer(None)
+    return parts(x, codes, exponents, tensor_scale=scales.get("dual_scale"), fake=fake)
+
+
+MSMODELSLIM_OPTIONS: dict[str, dict[str, Any]] = {
+    "mxfp4-msmodelslim": {"format": "MXFP4", "method": "minmax"},
+    "mxfp4-msmodelslim-ceil-x": {"format": "MXFP4", "method": "ceil_x"},
+    "mxfp4-msmodelslim-4over6": {"format": "MXFP4", "method": "fouroversix"},
+    "mxfp4-msmodelslim-dual": {"format": "MXFP4", "method": "dualscale", "dual_block_size": 512},
+    "mxfp4-msmodelslim-dual-64": {"format": "MXFP4", "method": "dualscale", "dual_block_size": 64},
+    "mxfp8-msmodelslim": {"format": "MXFP8", "method": "minmax"},
+    "mxfp8-msmodelslim-mse": {"format": "MXFP8", "method": "mse_round"},
+}
+MSMODELSLIM = Adapter(
+    "msmodelslim",
+    needs=("msmodelslim.core.quantizer.base", "msmodelslim.core.quant_service.modelslim_v1.save.utils.pack"),
+    calls={
+        id: (SATURATING if options["format"] == "MXFP8" else ProducerCall)(partial(_msmodelslim, **options))
+        for id, options in MSMODELSLIM_OPTIONS.items()
+    },
+    left_out={
+        "PyTorch adds the errors in an order of its own, so that nearly equal means may choose another constant": (
+            *("mxfp4-msmodelslim-ceil-x-search",),
+        )
+    },
 )
 
 # ---- Quark: weights are scaled by its quantizers and packed by its exporter. It compiles C++ code when it is imported.

@@ -22,6 +22,7 @@ from fp4kit.evidence.live.draw import EDGES, draw_stored, shrink
 from fp4kit.evidence.live.run import WITHOUT, compare, script
 from fp4kit.evidence.testing import assert_same_bits
 from fp4kit.formats import bit_patterns
+from fp4kit.recipes.schema import Versions
 
 SECONDS = 0.3
 ADAPTERS = {(adapter.title or adapter.name): adapter for adapter in run.adapters()}
@@ -253,6 +254,12 @@ def test_missing_producers_are_reported():
     }
 
 
+def test_a_distribution_without_a_module_is_found_by_its_name():
+    with pytest.raises(run.NotRun, match="is not installed"):
+        run.find(run.Adapter("no-such-package", {}, module=None))
+    assert run.find(run.Adapter("ml-dtypes", {}, module=None, dependencies=()))[0] == ml_dtypes.__version__
+
+
 def test_producers_that_cannot_be_imported_are_reported():
     def prepare():
         raise ImportError("libcuda.so.1: cannot open shared object file")
@@ -328,9 +335,114 @@ def test_every_drawn_array_is_equal(name):
     assert not result.total.differing, "\n".join(found.script for found in result.found)
 
 
+@pytest.mark.parametrize("format", ["mxfp4", "mxfp8"])
+def test_qat_of_torchtitan_has_the_values_of_rceil(format):
+    """torchtitan trains with torchao's MXFakeQuantizeConfig, whose weights are those of to_mx with its default mode."""
+    torch = pytest.importorskip("torch")
+    qat = pytest.importorskip("torchao.prototype.qat.mx", reason="torchao has no QAT for MX formats")
+    element = torch.float4_e2m1fn_x2 if format == "mxfp4" else torch.float8_e4m3fn
+    config = qat.MXFakeQuantizeConfig(dtype=element)
+    release = "" if run._between("0.19", run.find(ADAPTERS["torchao"])[0], "") else "-018"
+    id = f"{format}-torchao-rceil{release}"
+    w = np.random.default_rng(0).standard_normal((64, 64), np.float32)
+    linear = qat.MXFakeQuantizedLinear(64, 64, False, activation_config=config, weight_config=config)
+    linear.weight = torch.nn.Parameter(torch.from_numpy(w))
+    # products with rows of an identity matrix, which fake quantization does not change
+    assert_same_bits(linear(torch.eye(64)).detach().numpy().T + 0, fp4kit.fake_quantize(w, id) + 0)
+
+
 def test_gguf_runs():
     """At least one producer is really compared: the test extra installs gguf."""
     assert run.run(ADAPTERS["gguf"], ("mxfp4-gguf",), 0.1, seed=1).recipes["mxfp4-gguf"].arrays > 0
+
+
+# ---- versions in the package index
+
+FETCHED = "Fetching project page and analyzing links: http://index/simple/a/\n"
+UNREACHED = "Could not fetch URL http://index/simple/a/: connection error: [Errno 111] Connection refused - skipping\n"
+ABSENT = "Could not fetch URL http://index/simple/a/: 404 Client Error: Not Found for url: http://index - skipping\n"
+NONE = "ERROR: No matching distribution found for a\n"
+
+
+def answered(monkeypatch, out="", err="", code=0):
+    """Let pip print the given texts."""
+    ran = subprocess.CompletedProcess([], code, out, err)
+    monkeypatch.setattr(run.subprocess, "run", lambda command, **options: ran)
+
+
+@pytest.mark.parametrize(
+    ("out", "err", "version"),
+    [
+        (FETCHED + "a (1.2.post1)\nAvailable versions: 1.2.post1, 1.0\n", "", "1.2.post1"),
+        ("a (2)\n", ABSENT, "2"),  # one index of several lacks the package
+        ("", ABSENT + NONE, ""),
+        ("", NONE, ""),
+        ("abc (1)\n", NONE, ""),
+    ],
+)
+def test_the_newest_version_is_read_from_pip(monkeypatch, out, err, version):
+    answered(monkeypatch, out, err, not version)
+    assert run.newest("a") == version
+
+
+@pytest.mark.parametrize(
+    ("out", "err", "text"),
+    [
+        ("", UNREACHED + NONE, "pip cannot read the package index; check the network or pip config: Could not fetch"),
+        ("a (1)\n", UNREACHED, "connection error"),  # another index has the package, perhaps an older version
+        ("", "/usr/bin/python: No module named pip\n", "run python -m ensurepip"),
+        ("", "ERROR: unknown command 'index'\n", "unknown command 'index'"),
+        ("", "", "exit code 1"),
+    ],
+)
+def test_an_index_that_cannot_be_read_is_an_error(monkeypatch, capsys, out, err, text):
+    answered(monkeypatch, out, err, 1)
+    with pytest.raises(OSError, match=text):
+        run.newest("a")
+    assert main(["recipes", "mlx", "--versions"]) == 2 and text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("recorded", "newest", "state"),
+    [
+        ("1.2", "1.2.0", "recorded"),
+        ("1.2.3", "1.2.2", "recorded"),
+        ("1.2", "1.2.1", "newer"),
+        ("1.9", "1.10", "newer"),
+        ("0.19 dev", "0.18.0", "recorded"),
+        ("0.19 dev", "0.19.0", "newer"),
+        ("d0067d0", "2.0", "no release recorded"),
+        ("0136201", "2.0", "no release recorded"),
+        ("ggml 0.25.3", "0.19.0", "no release recorded"),
+        ("1.2", "", "recorded"),
+    ],
+)
+def test_states_of_versions(monkeypatch, recorded, newest, state):
+    monkeypatch.setitem(run.PRODUCERS, "mine", run.PRODUCERS["mlx"]._replace(versions=Versions("0", recorded)))
+    monkeypatch.setattr(run, "newest", lambda package: newest)
+    found = run.version_of("mine")
+    assert (found.package, found.recorded, found.newest, found.state) == ("mlx", recorded, newest, state)
+
+
+def test_the_command_versions_names_what_is_newer(monkeypatch, capsys):
+    asked = []
+    monkeypatch.setattr(run, "newest", lambda package: asked.append(package) or "99.0")
+    assert main(["recipes", "sglang", "ocp", "gguf", "--versions", "--json"]) == 0
+    body = json.loads(capsys.readouterr().out)
+    states = {one["producer"]: one["state"] for one in body["producers"]}
+    assert states == {"sglang": "newer", "ocp": "no package", "gguf": "no release recorded"}
+    assert sorted(asked) == ["gguf", "sglang"] and body["schema"] == "fp4kit.recipes.versions/1"
+    installed = {one["producer"]: one["installed"] for one in body["producers"]}
+    assert installed["gguf"] and installed["gguf"] == run.find(ADAPTERS["gguf"])[0]
+    assert main(["recipes", "sglang", "--versions"]) == 0
+    assert "Newer than recorded: SGLang 99.0. To compare them" in capsys.readouterr().out
+
+
+def test_packages_of_producers_are_those_that_adapters_run():
+    for adapter in run.adapters():
+        ids = [*adapter.calls, *(id for names in adapter.left_out.values() for id in names)]
+        packages = {run.PRODUCERS[fp4kit.recipe(id).producer].package for id in ids} - {""}
+        assert adapter.name in packages or not packages or adapter.title, adapter.name
 
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -359,7 +359,7 @@ struct nncf_power : inverse_factor {
     const float scale = nncf_scale<kIsSmall>(amax, max_of<typename R::Element>());
     if (is_nan(scale)) return 255u;
     const float natural = static_cast<float>(log(static_cast<double>(scale)));
-    return clipped_exponent(ceilf(kIsSmall ? float32_log2(scale) : natural / 0.69314718f));
+    return clipped_exponent(ceilf(kIsSmall ? float32_log2(scale) : natural * (1.0f / 0.69314718f)));
   }
 };
 struct block_e8m0_nncf : nncf_power<false> {};
