@@ -24,6 +24,7 @@ from fp4kit.checkpoint.contract import contract_of_plan
 from fp4kit.checkpoint.convert import run_jobs
 from fp4kit.checkpoint.convert.job import (
     CARRY,
+    DEQUANTIZE,
     MERGE,
     RENAME,
     REQUANTIZE,
@@ -116,11 +117,11 @@ class ConversionReport:
 
         Their values changed because the new format cannot hold all scales of the layer. Either the whole layer was
         requantized, or only the blocks with such scales (see ``changes``). Layers that the plan itself requantizes or
-        merges are not included.
+        merges are not included, nor those that it decodes.
         """
         planned = {piece.module: tensor.action for tensor in self.plan.tensors for piece in tensor.pieces}
         lossy = dict.fromkeys(one.layer for one in self.done if one.action == REQUANTIZE or one.changes.values)
-        return tuple(name for name in lossy if planned[name] not in (REQUANTIZE, MERGE))
+        return tuple(name for name in lossy if planned[name] not in (REQUANTIZE, MERGE, DEQUANTIZE))
 
     @lazy_property
     def changes(self) -> dict[str, Changes]:
@@ -130,6 +131,16 @@ class ConversionReport:
         layers with blocks whose scales NVFP4 cannot hold are present.
         """
         return _sums((one.layer, one.changes) for one in self.done if one.changes.blocks)
+
+    @lazy_property
+    def decoded(self) -> dict[str, Changes]:
+        """Layer name -> the changes by rounding, for the quantized layers that a GGUF file cannot hold as they are.
+
+        Such a layer, in FP8 for example, is decoded and written in the dtype of ``fp8_as``. It is exact if its Changes
+        have no changed values. The dict is empty for all other output.
+        """
+        keys = {job.key for job in jobs_of(self.plan, _nowhere(self.plan)) if job.counts}
+        return _sums((one.layer, one.changes) for one in self.done if one.key in keys)
 
     @lazy_property
     def gains(self) -> dict[str, Losses]:
@@ -437,7 +448,7 @@ def _nowhere(plan: Plan) -> dict[str, tuple[Path, int]]:
 
 def bytes_to_write(plan: Plan) -> int:
     """Return the size in bytes of the result: its tensors, and the files that are copied unchanged."""
-    return plan.bytes_out + sum(file.nbytes for file in plan.auxiliary.copied)
+    return plan.bytes_out + (0 if plan.is_file else sum(file.nbytes for file in plan.auxiliary.copied))
 
 
 def memory_per_process(plan: Plan) -> int:
@@ -570,7 +581,7 @@ class _Run:
 def _lay_out(plan: Plan, file: OutputFile, folder: Path) -> dict[str, tuple[Path, int]]:
     """Create an output file with its final size and its header, so that jobs can write into it in any order."""
     path = folder / file.name
-    header, places, position = file.header(plan.source)
+    header, places, position = file.header(plan.first_file)
     found = {name: (path, at) for name, at in places.items()}
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:

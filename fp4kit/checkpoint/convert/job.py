@@ -133,6 +133,7 @@ class Job:
         input_amax: the amax of the layer's inputs, from which its input scale is computed; None if it was not measured.
             A layer that keeps its codes also keeps its own input scale if it has one.
         merge_scales: for the action "merge", the block scales to use, one of ADAPTER_SCALES; otherwise "".
+        counts: True to count the values that decoding to the dtype of the output rounds.
     """
 
     key: str
@@ -152,6 +153,7 @@ class Job:
     columns: Located | ChannelWeights | None = None
     input_amax: float | None = None
     merge_scales: str = ""
+    counts: bool = False
 
     @property
     def name(self) -> str:
@@ -229,7 +231,7 @@ class Measured(NamedTuple):
 
 
 class Changes(NamedTuple):
-    """The numbers of blocks and values that a cast to NVFP4 or a rescaling to FP8 changed.
+    """The numbers of blocks and values that a cast to NVFP4, a rescaling to FP8 or the rounding on decode changed.
 
     Attributes:
         blocks: the number of blocks that the recipe quantized again: MXFP4 blocks of 32 values whose scales NVFP4
@@ -322,7 +324,7 @@ class Done(NamedTuple):
         action: the action that was taken. It may differ from ``Job.action``: a cast may become a requantization.
         replaced: the number of NaN and infinite values that were replaced.
         losses: the squared errors without and with the scale search; zeros if the job searched no block scales.
-        changes: what changed; zeros if the action was neither "cast" nor "rescale".
+        changes: what changed; zeros if the action was neither "cast" nor "rescale", nor a "dequantize" that counts.
         survival: how much of an adapter's update is left; zeros if the job added no update.
         is_weak: True if many new blocks are zero, or have a scale at an end of its format, so that their values may be
             lost.

@@ -41,8 +41,12 @@ from fp4kit.storage.files import (
 from fp4kit.storage.gguf_file import GgufFile
 
 
-def items_of(model: Source, weights: Mapping[str, Weight], ignore: Collection[str] = ()) -> tuple[Item, ...]:
-    """Return every item of an opened model, refused ones included: of its tensors, its configs, then its metadata."""
+def items_of(
+    model: Source, weights: Mapping[str, Weight], ignore: Collection[str] = (), more: Iterable[Item] = ()
+) -> tuple[Item, ...]:
+    """Return every item of an opened model, refused ones included: of its tensors, its configs, its metadata, and
+    ``more``.
+    """
     tensors, config, hf_quant_config = model.tensors, model.config, model.hf_quant_config or {}
     by_name = {weight.name: weight for weight in weights.values()}
     found = [
@@ -59,13 +63,15 @@ def items_of(model: Source, weights: Mapping[str, Weight], ignore: Collection[st
         item._replace(group=IGNORED)
         if item.group in (DOUBTFUL, REFUSED) and any(fnmatchcase(item.name, pattern) for pattern in ignore)
         else item
-        for item in found
+        for item in (*found, *more)
     )
 
 
-def check_model(model: Source, weights: Mapping[str, Weight], ignore: Collection[str] = ()) -> tuple[Item, ...]:
+def check_model(
+    model: Source, weights: Mapping[str, Weight], ignore: Collection[str] = (), more: Iterable[Item] = ()
+) -> tuple[Item, ...]:
     """Return every item (tensor, config key or metadata entry) of a model, after checking that none is refused."""
-    items = items_of(model, weights, ignore)
+    items = items_of(model, weights, ignore, more)
     check(items, ignore)
     return items
 

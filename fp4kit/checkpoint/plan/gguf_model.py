@@ -1,0 +1,500 @@
+"""Describe the GGUF file that llama.cpp needs for a Hugging Face model directory: the keys of its header, and the name,
+the dtype and the order of rows of each tensor. The gguf package names the tensors, writes the keys and reads the
+tokenizer. What is not known here, such as a class of models, a setting or a tokenizer, is refused by name.
+
+Sources, in llama.cpp 0c1e57098: conversion/base.py, llama.py and qwen.py (keys and dtypes); src/llama-vocab.cpp
+(regular expressions of tokenizers); src/models/llama.cpp and qwen3moe.cpp (what the graphs compute).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import numpy as np
+
+from fp4kit.checkpoint.containers.config_entries import REFUSED, Item, brief
+from fp4kit.checkpoint.containers.table import GGUF_NVFP4, INPUT_SCALE, VALUES, OutputTensor
+from fp4kit.checkpoint.convert import job
+from fp4kit.checkpoint.model.model_files import CONFIG, Source, existing_file
+from fp4kit.checkpoint.model.weights import Q8_0, HeadOrder, Located, Piece, Weight, located, part_names
+from fp4kit.checkpoint.plan.other_models import GgufNames, package
+from fp4kit.checkpoint.selection import names
+from fp4kit.storage.files import BLOCKED, FLOAT_DTYPES, CheckpointError, listed, load_object, shown
+from fp4kit.storage.gguf_file import GgufFile, Value, read_gguf
+
+FORMAT = GGUF_NVFP4.format
+# Class of transformers -> llama.cpp's name of the architecture.
+CLASSES = {
+    **dict.fromkeys(("LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM"), "llama"),
+    "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3moe",
+}
+# Architectures whose graph rotates (RoPE) neighbouring elements, where transformers rotates the two halves of a head:
+# the rows of each head of q and k are interleaved.
+_INTERLEAVED = ("llama",)
+FP8_AS = ("bf16", "q8_0", "f32")  # dtypes for quantized layers that GGUF files cannot hold
+_DTYPES = {"bf16": "BF16", "q8_0": Q8_0, "f32": "F32"}
+
+# Entries of config.json ----------------------------------------------------------------------------------------------
+
+_HEADS = "num_attention_heads"
+_COUNTS = ("num_local_experts", "num_experts")
+_SIZES = (
+    *("hidden_size", "intermediate_size", "moe_intermediate_size", "num_hidden_layers", _HEADS),
+    *("num_key_value_heads", "head_dim", "vocab_size", "max_position_embeddings", "num_experts_per_tok", *_COUNTS),
+)
+_REQUIRED = {*_SIZES} - {"moe_intermediate_size", "num_key_value_heads", "head_dim", "num_experts_per_tok", *_COUNTS}
+# Entries that become keys, that tensors show, or that do not change what the model computes.
+_KNOWN = {
+    *(*_SIZES, "rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters", "architectures", "model_type"),
+    *("quantization_config", "quantization", "compression_config", "attention_bias", "mlp_bias", "tie_word_embeddings"),
+    *("_name_or_path", "attention_dropout", "auto_map", "bos_token_id", "chunk_size_feed_forward", "dtype"),
+    *("eos_token_id", "id2label", "initializer_range", "is_encoder_decoder", "label2id", "max_window_layers"),
+    *("output_attentions", "output_hidden_states", "output_router_logits", "pad_token_id", "pretraining_tp"),
+    *("problem_type", "return_dict", "router_aux_loss_coef", "router_jitter_noise", "torch_dtype"),
+    *("transformers_version", "unsloth_fixed", "unsloth_version", "use_cache"),
+}
+
+
+def _fits_window(config: Mapping[str, Any], value: Any) -> bool:
+    usual = 4096 if "MistralForCausalLM" in config.get("architectures", ()) else None  # of MistralConfig
+    window = usual if "sliding_window" not in config else value
+    off = config.get("use_sliding_window", "MistralForCausalLM" in config.get("architectures", ())) is False
+    return off or window is None or window >= config.get("max_position_embeddings", math.inf)
+
+
+# Entry -> whether llama.cpp computes what it says, and what llama.cpp does.
+_CHECKED: dict[str, tuple[Callable[[Mapping[str, Any], Any], bool], str]] = {
+    "hidden_act": (lambda config, value: value == "silu", "llama.cpp computes silu"),
+    "sliding_window": (_fits_window, "llama.cpp attends to all positions"),
+    "use_sliding_window": (lambda config, value: not value, "llama.cpp attends to all positions"),
+    "layer_types": (
+        lambda config, value: value is None or {*map(str, value)} == {"full_attention"},
+        "llama.cpp attends to all positions in every layer",
+    ),
+    "partial_rotary_factor": (lambda config, value: value in (None, 1), "llama.cpp rotates whole heads"),
+    "is_causal": (lambda config, value: value in (None, True), "only causal attention is supported"),
+    "decoder_sparse_step": (lambda config, value: value in (None, 1), "every layer must have experts"),
+    "mlp_only_layers": (lambda config, value: not value, "every layer must have experts"),
+    "norm_topk_prob": (
+        lambda config, value: value is True or "Qwen3MoeForCausalLM" not in config["architectures"],
+        "llama.cpp normalizes the weights of the chosen experts",
+    ),
+}
+# Type of RoPE -> further entries of rope_parameters.
+_ROPE: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "yarn": ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow"),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
+_OPTIONAL = ("beta_fast", "beta_slow")
+
+
+def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the parameters of RoPE, with the names of transformers 5."""
+    found = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
+    found["rope_type"] = found.pop("type", None) or found.get("rope_type") or "default"
+    found.setdefault("rope_theta", config.get("rope_theta", 10000.0))
+    return found
+
+
+def _settings(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield (entry of config.json, reason) for each entry that llama.cpp would not follow, or that is not known."""
+    for key, (is_right, why) in _CHECKED.items():
+        if (key in config or key in ("sliding_window", "norm_topk_prob")) and not is_right(config, config.get(key)):
+            yield key, f"is {brief(config.get(key))}, but {why}"
+    for key in _SIZES:
+        value = config.get(key)
+        if (value is not None or key in _REQUIRED) and (type(value) is not int or value < 1):
+            yield key, f"is {brief(value)}; a positive whole number is needed"
+    if type(config.get("rms_norm_eps")) not in (int, float):
+        yield "rms_norm_eps", f"is {brief(config.get('rms_norm_eps'))}; a number is needed"
+    for key, value in config.items():
+        if value and key not in _KNOWN and key not in _CHECKED:
+            yield key, f"is {brief(value)}; it is not known what llama.cpp needs for it"
+    rope = _rope(config)
+    kind, factor = rope.pop("rope_type"), rope.pop("partial_rotary_factor", 1)
+    if kind not in _ROPE or factor != 1:
+        yield "rope_parameters", f"have the type {brief(kind)} and rotate {factor} of a head; it is not supported"
+        return
+    for key in rope.keys() ^ {"rope_theta", *_ROPE[kind]}:
+        if key in rope or key not in _OPTIONAL:
+            yield "rope_parameters", f"{'have' if key in rope else 'lack'} {shown(key)} with the type {kind}"
+    numbers = [key for key, value in rope.items() if isinstance(value, bool) or not isinstance(value, (int, float))]
+    for key in numbers:
+        yield "rope_parameters", f"have {shown(key)} {brief(rope[key])}; a number is needed"
+
+
+# Names and tensors ----------------------------------------------------------------------------------------------------
+
+_OP = f"--format {FORMAT}"
+_FREQUENCIES = "rope_freqs.weight"
+_UNUSED = ".rotary_emb.inv_freq"  # llama.cpp computes these numbers
+# Tensors that are no weights, norms or biases. closed_world.py and the declarations say what becomes of the scales.
+_BESIDE = (_UNUSED, ".k_scale", ".v_scale", ".input_scale", ".input_global_scale")
+
+
+def architecture_of(source: Source) -> str:
+    """Return llama.cpp's architecture of a model directory. Raise CheckpointError if the model is not supported."""
+    classes = source.config.get("architectures")
+    name = str(classes[0]) if isinstance(classes, list) and len(classes) == 1 else ""
+    if not source.root.is_dir() or name not in CLASSES:
+        what = f"architectures is {brief(classes)}" if source.root.is_dir() else f"{source.root.name} is a single file"
+        raise CheckpointError(
+            f"{_OP}: {what}; model directories of {', '.join(CLASSES)} become GGUF files; for others, convert the"
+            " unquantized model with convert_hf_to_gguf.py of llama.cpp, and take the codes with --codes"
+        )
+    return CLASSES[name]
+
+
+class _Places:
+    """The places of the modules of a model directory in its GGUF file."""
+
+    def __init__(self, source: Source) -> None:
+        self.architecture, config = architecture_of(source), source.config
+        layers = config.get("num_hidden_layers")
+        known = {"num_hidden_layers": layers} if type(layers) is int else {}
+        self._names = GgufNames({names.ARCHITECTURE: self.architecture, **known}, _OP)
+        self._heads = {leaf: config.get(key) or config.get(_HEADS) for leaf, key in names.HEADS.items()}
+
+    def of(self, module: str) -> tuple[str, int | None] | None:
+        """Return (module of the GGUF file, number of the expert in its stack); None if the file has no such module."""
+        return self._names.module(module)
+
+    def order(self, name: str, rows: int) -> HeadOrder | None:
+        """Return how the rows of a module of the GGUF file are reordered; None for most modules."""
+        heads = self._heads.get(name.rpartition(".")[2]) if self.architecture in _INTERLEAVED else None
+        return HeadOrder(rows // heads, True) if type(heads) is int and heads > 0 else None
+
+
+def items_of(source: Source, weights: Mapping[str, Weight]) -> Iterator[Item]:
+    """Yield a refused item for each entry of config.json and each tensor that has no place in a GGUF file."""
+    places, stored = _Places(source), part_names(weights.values())
+    for key, why in _settings(source.config):
+        yield Item(REFUSED, "config.json", key, why)
+    plain = {name: _plain(located(*place)) for name, place in source.tensors.items() if name not in stored}
+    for name, weight in [*weights.items(), *plain.items()]:
+        if not name.endswith(_BESIDE) and (why := _trouble(weight, places, source.config.get("vocab_size"))):
+            entry = source.tensors[name][1]
+            yield Item(REFUSED, "tensor", name, why, f"{entry.dtype} {list(entry.shape)}")
+
+
+def _plain(place: Located) -> Weight | None:
+    """Return a norm or a bias as a weight of one column; None for another tensor."""
+    module, _, kind = place.entry.name.rpartition(".")
+    if kind not in ("weight", "bias") or len(place.entry.shape) != 1 or place.entry.dtype not in FLOAT_DTYPES:
+        return None
+    return Weight(module, place.entry.name, (*place.entry.shape, 1), None, {VALUES: place})
+
+
+def _trouble(weight: Weight | None, places: _Places, tokens: Any) -> str:
+    """Return why a GGUF file has no place for a weight, a norm or a bias; "" if it has."""
+    found = None if weight is None else places.of(weight.name)
+    if weight is None or found is None:
+        return f"llama.cpp has no such tensor in {places.architecture} models"
+    if len(weight.shape) == 3:
+        return "is a stack of experts; only separate experts are supported"
+    order, rows = places.order(found[0], weight.shape[0]), weight.shape[0]
+    if found[0] in ("token_embd", "output") and rows != tokens:
+        return f"has {rows} rows, but vocab_size is {tokens}"
+    if order is not None and (not order.head or order.head % 2 or rows % order.head):
+        return f"has {rows} rows, which are not heads of an even number of rows"
+    return ""
+
+
+class GgufModel:
+    """The GGUF file that a model directory becomes.
+
+    Args:
+        source: the model directory.
+        weights: its weights: tensor name -> weight.
+        kind: the kind of the quantized layers, "nvfp4" or "mxfp4".
+
+    Attributes:
+        architecture: llama.cpp's name of the architecture.
+        template: a GGUF file without tensors, whose header has the keys.
+        config: the stand-in for config.json that the finished file will have.
+        generated: name -> values of the tensors that llama.cpp needs beside those of the model.
+
+    Raises:
+        CheckpointError: if the model or its tokenizer is not supported, or the gguf package is missing.
+    """
+
+    def __init__(self, source: Source, weights: Mapping[str, Weight], kind: str) -> None:
+        self._places = _Places(source)
+        self.architecture = self._places.architecture
+        self._experts = next((count for key in _COUNTS if (count := source.config.get(key))), 0)
+        self.template = _template(source, self._places, weights.values(), kind, self._experts)
+        self.config = names.config_of(self.template.metadata)
+        self.generated = _frequency_factors(source.config)
+
+    def module(self, weight: Weight) -> str:
+        """Return the module of the GGUF file that a weight, or its stack of experts, becomes."""
+        found = self._places.of(weight.name)
+        assert found is not None  # see items_of
+        return found[0]
+
+    def tensors(self, plans: Iterable[Any], fp8_as: str) -> Iterator[Any]:
+        """Yield the plan of each tensor of the GGUF file, for the plans (TensorPlan) of tensors of the directory.
+
+        fp8_as: the dtype of decoded layers, one of FP8_AS.
+        """
+        stacks: dict[str, dict[int, Any]] = {}
+        for plan in plans:
+            weight = plan.pieces[0].weight if plan.pieces else _plain(plan.place) or _matrix(plan.place)
+            found = None if plan.name.endswith(_UNUSED) else self._places.of(weight.name)
+            if found is None:
+                continue
+            name, expert = found
+            placed = self._placed(plan, weight, name, expert, fp8_as)
+            if expert is None:
+                yield placed
+            elif expert in stacks.setdefault(name, {}):
+                raise CheckpointError(f"{shown(plan.name)}: expert {expert} of {name} is stored twice; remove one")
+            else:
+                stacks[name][expert] = placed
+        yield from (self._stack(name, experts) for name, experts in stacks.items())
+
+    def precision(self, plans: Iterable[Any], quantized_inputs: bool | None) -> dict[str, Value]:
+        """Return the keys that tell llama.cpp to keep inputs above 4 bits, if the source leaves them unquantized."""
+        quantized = tuple(plan.outputs[0].name for plan in plans if plan.outputs[0].dtype == "NVFP4")
+        if quantized_inputs is not False or not quantized:
+            return {}
+        return {"general.tensor_extra.name": quantized, "general.tensor_extra.prec_a4": (False,) * len(quantized)}
+
+    def _placed(self, plan: Any, weight: Weight, name: str, expert: int | None, fp8_as: str) -> Any:
+        """Return a plan with the name, the dtype and the order of rows that the tensor has in the GGUF file."""
+        rows, columns = weight.shape
+        kind, order = plan.name.rpartition(".")[2], self._places.order(name, rows)
+        pieces = plan.pieces or (Piece(weight, 0, (0, rows), name, None, plan.outputs, rows),)
+        form, shape = pieces[0].form, (rows, columns)
+        if form is not None:
+            has_input_scale = any(output.part == INPUT_SCALE for output in pieces[0].outputs)
+            outputs = form.outputs(name, shape if expert is None else (self._experts, *shape), has_input_scale)
+        else:
+            is_norm = plan.place is not None and len(plan.place.entry.shape) == 1
+            dtype = pieces[0].outputs[0].dtype
+            if weight.container is not None:
+                dtype = _DTYPES[fp8_as] if fp8_as != "q8_0" or columns % BLOCKED[Q8_0].elements == 0 else "BF16"
+            elif is_norm or names.ROLES.get(name.rpartition(".")[2]) == "router":
+                dtype = "F32"
+            stored = (rows,) if is_norm else shape if expert is None else (self._experts, *shape)
+            outputs = (OutputTensor(f"{name}.{kind if kind == 'bias' else 'weight'}", dtype, stored),)
+            if plan.place is not None and order is None and expert is None and dtype == plan.dtype:
+                return replace(plan, renamed=outputs[0].name)
+            if weight.container is not None:
+                plan = replace(plan, reason=f"{plan.reason}; written as {dtype}")
+        first, total = (expert or 0) * rows, rows * (1 if expert is None else self._experts)
+        placed = (replace(one, weight=replace(one.weight, order=order), module=name, outputs=outputs) for one in pieces)
+        placed = (replace(one, total_rows=total, first_row=first + one.first_row) for one in placed)
+        action = job.DEQUANTIZE if plan.place is not None else plan.action
+        return replace(plan, action=action, pieces=tuple(placed), place=None, group=None)
+
+    def _stack(self, name: str, experts: Mapping[int, Any]) -> Any:
+        """Return the plan of a stack of experts, for the plans of its experts."""
+        missing = [str(number) for number in range(self._experts) if number not in experts]
+        if missing or len(experts) != self._experts:
+            raise CheckpointError(
+                f"{name}: has {len(experts)} experts, but config.json declares {self._experts};"
+                f" {listed(missing) or 'others'} are missing or too many"
+            )
+        plans = [experts[number] for number in range(self._experts)]
+        for plan in plans:
+            if (plan.action, plan.outputs) != (plans[0].action, plans[0].outputs):
+                raise CheckpointError(
+                    f"{shown(plan.name)}: is {plan.dtype}, but {shown(plans[0].name)} is {plans[0].dtype}; llama.cpp"
+                    " stores the experts of a layer as one tensor, so they must be stored alike"
+                )
+        pieces = tuple(piece for plan in plans for piece in plan.pieces)
+        size = sum(plan.bytes_in for plan in plans)
+        return replace(plans[0], shape=(self._experts, *plans[0].shape), bytes_in=size, pieces=pieces)
+
+
+def _matrix(place: Located) -> Weight:
+    name = place.entry.name.removesuffix(".weight")
+    return Weight(name, place.entry.name, place.entry.shape, None, {VALUES: place})
+
+
+# Keys of the header ---------------------------------------------------------------------------------------------------
+
+
+def _template(source: Source, places: _Places, weights: Collection[Weight], kind: str, experts: int) -> GgufFile:
+    """Return a GGUF file without tensors that has all keys for a model directory."""
+    gguf, config, root = package(_OP), source.config, source.root
+    sizes, stored = {weight.name: prod(weight.shape) for weight in weights}, part_names(weights)
+    sizes |= {name: prod(entry.shape) for name, (_, entry) in source.tensors.items() if name not in stored}
+    in_stacks = sum(size for name, size in sizes.items() if (found := places.of(name)) and found[1] is not None)
+    with TemporaryDirectory(prefix="fp4kit-") as folder:
+        path = Path(folder) / "header.gguf"
+        writer = gguf.GGUFWriter(path, places.architecture)
+        writer.add_type(gguf.GGUFType.MODEL)
+        try:
+            about = gguf.Metadata.load(None, root, None, sum(sizes.values()))
+            about.name = about.name or root.resolve().name
+            counts = sum(sizes.values()) - in_stacks, in_stacks // max(experts, 1), experts
+            about.size_label = about.size_label or gguf.size_label(sum(sizes.values()), *counts)
+            about.set_gguf_meta_model(writer)
+        except Exception as error:  # whatever YAML and the heuristics of another package raise
+            raise CheckpointError(
+                f"README.md or {CONFIG} of {root}: {shown(str(error))}; correct the model card"
+            ) from error
+        _add_sizes(gguf, writer, config)
+        file_type = "MOSTLY_NVFP4" if kind == "nvfp4" else "MOSTLY_MXFP4_MOE"
+        writer.add_file_type(gguf.LlamaFileType[file_type])
+        writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+        _add_tokenizer(gguf, writer, root, config["vocab_size"])
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.close()
+        return replace(read_gguf(path, root.name), head=path.read_bytes())
+
+
+def _add_sizes(gguf: Any, writer: Any, config: Mapping[str, Any]) -> None:
+    """Add the keys of the model's sizes, of its norms and of RoPE."""
+    heads, rope = config[_HEADS], _rope(config)
+    head = config.get("head_dim") or config["hidden_size"] // heads
+    writer.add_block_count(config["num_hidden_layers"])
+    writer.add_context_length(config["max_position_embeddings"])
+    writer.add_embedding_length(config["hidden_size"])
+    writer.add_feed_forward_length(config["intermediate_size"])
+    writer.add_head_count(heads)
+    writer.add_head_count_kv(config.get("num_key_value_heads") or heads)
+    writer.add_key_length(head)
+    writer.add_value_length(head)
+    writer.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    writer.add_vocab_size(config["vocab_size"])
+    writer.add_rope_dimension_count(head)
+    writer.add_rope_freq_base(rope["rope_theta"])
+    for key, add in (
+        ("num_experts_per_tok", writer.add_expert_used_count),
+        ("moe_intermediate_size", writer.add_expert_feed_forward_length),
+        *((key, writer.add_expert_count) for key in _COUNTS),
+    ):
+        if config.get(key):
+            add(config[key])
+    if rope["rope_type"] in ("linear", "yarn"):
+        writer.add_rope_scaling_type(gguf.RopeScalingType(rope["rope_type"]))
+        writer.add_rope_scaling_factor(rope["factor"])
+    if rope["rope_type"] == "yarn":
+        writer.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
+        for key in rope.keys() & {*_OPTIONAL}:
+            getattr(writer, f"add_rope_scaling_yarn_{key}")(rope[key])
+
+
+def _frequency_factors(config: Mapping[str, Any]) -> dict[str, np.ndarray]:
+    """Return the divisors of RoPE's frequencies with the scaling of Llama 3.1; {} for models without it.
+
+    Let w be the wavelength of a frequency, in positions, and n the context length of the training. The divisor is 1 if
+    w < n / high_freq_factor, ``factor`` if w > n / low_freq_factor, and otherwise 1 / ((1 - t) / factor + t), with t =
+    (n / w - low_freq_factor) / (high_freq_factor - low_freq_factor). Source: transformers modeling_rope_utils.py.
+    """
+    rope = _rope(config)
+    if rope["rope_type"] != "llama3":
+        return {}
+    head = config.get("head_dim") or config["hidden_size"] // config[_HEADS]
+    factor, low, high, length = (float(rope[key]) for key in _ROPE["llama3"])
+    wavelengths = 2 * math.pi * float(rope["rope_theta"]) ** (np.arange(0, head, 2) / head)
+    smooth = np.clip((length / wavelengths - low) / (high - low), 0, 1)
+    return {_FREQUENCIES: (1 / ((1 - smooth) / factor + smooth)).astype(np.float32)}
+
+
+# Tokenizers -----------------------------------------------------------------------------------------------------------
+
+_MODEL, _JSON, _SETTINGS = "tokenizer.model", "tokenizer.json", "tokenizer_config.json"
+_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+# (regular expression that splits text into words, ignore_merges) -> llama.cpp's name of such tokenizers.
+_PRE_TOKENIZERS = {(rf"{_WORDS}\p{{N}}{{1,3}}{_REST}", True): "llama-bpe", (rf"{_WORDS}\p{{N}}{_REST}", False): "qwen2"}
+
+
+def _add_tokenizer(gguf: Any, writer: Any, root: Path, size: int) -> None:
+    """Add the keys of the tokenizer of a model directory."""
+    paths = {name: existing_file(root, name) for name in (_MODEL, _JSON, _SETTINGS) if os.path.lexists(root / name)}
+    settings = load_object(paths[_SETTINGS], _SETTINGS) if _SETTINGS in paths else {}
+    if not {_MODEL, _JSON} & paths.keys():
+        raise CheckpointError(f"{_OP}: {root} has no {_JSON} and no {_MODEL}; copy the tokenizer of the model")
+    content = load_object(paths[_JSON], _JSON) if _JSON in paths else {}
+    try:
+        added = {int(number): one for number, one in (settings.get("added_tokens_decoder") or {}).items()}
+        added |= {one["id"]: one for one in content.get("added_tokens") or ()}
+        make = _sentencepieces if _MODEL in paths else _byte_pairs
+        model, name, tokens = make(gguf, root, content)
+        if model == "llama" and isinstance(settings.get("add_prefix_space"), bool):
+            writer.add_add_space_prefix(settings["add_prefix_space"])
+        for number, one in added.items():
+            is_special = one.get("special") or re.fullmatch(r"<\|.*\|>", one["content"])
+            kind = gguf.TokenType.CONTROL if is_special else gguf.TokenType.USER_DEFINED
+            tokens[number] = one["content"], -1000.0, kind
+        special = gguf.SpecialVocab(root, load_merges=model == "gpt2", n_vocab=size)
+        if model == "gpt2":
+            special.add_special_token |= dict(zip(("bos", "eos"), _added_at_ends(content), strict=True))
+    except CheckpointError:
+        raise
+    except Exception as error:  # the gguf package and sentencepiece do not check what they read
+        raise CheckpointError(
+            f"{_OP}: the tokenizer of {root} cannot be read: {type(error).__name__}: {shown(str(error))}"
+        ) from error
+    if tokens and max(tokens) >= size:
+        raise CheckpointError(f"{_OP}: the tokenizer has a token {max(tokens)}, but vocab_size is {size}")
+    rows = [tokens.get(i, (f"[PAD{i}]", -10000.0, gguf.TokenType.UNUSED)) for i in range(size)]
+    writer.add_tokenizer_model(model)
+    writer.add_tokenizer_pre(name)
+    writer.add_token_list([text for text, _, _ in rows])
+    if model == "llama":
+        writer.add_token_scores([score for _, score, _ in rows])
+    writer.add_token_types([kind for _, _, kind in rows])
+    special.add_to_gguf(writer)
+
+
+def _added_at_ends(content: Mapping[str, Any]) -> tuple[bool, bool]:
+    """Return whether tokenizer.json adds a special token at the beginning of a text, and at its end."""
+    steps = content.get("post_processor") or {}
+    templates = [one["single"] for one in steps.get("processors", [steps]) if one.get("type") == "TemplateProcessing"]
+    begin, end = (any("SpecialToken" in template[at] for template in templates) for at in (0, -1))
+    return begin, end
+
+
+Tokens = dict[int, tuple[str | bytes, float, int]]  # number -> (text, score, type)
+
+
+def _sentencepieces(gguf: Any, root: Path, content: Mapping[str, Any]) -> tuple[str, str, Tokens]:
+    """Return llama.cpp's names for a tokenizer of SentencePiece, and its tokens."""
+    try:
+        found = gguf.SentencePieceVocab(root).sentencepiece_tokens()
+    except RuntimeError as error:
+        if "not installed" not in str(error):
+            raise
+        raise CheckpointError(
+            f"{_OP}: {_MODEL} needs the package sentencepiece; run pip install sentencepiece"
+        ) from None
+    return "llama", "default", dict(enumerate(found))
+
+
+def _byte_pairs(gguf: Any, root: Path, content: Mapping[str, Any]) -> tuple[str, str, Tokens]:
+    """Return llama.cpp's names for a tokenizer of byte pairs, and its tokens."""
+    model, splits = content["model"], content["pre_tokenizer"]
+    steps = splits.get("pretokenizers", [splits])
+    kinds = [step["type"] for step in steps]
+    changes = [key for key in ("byte_fallback", "continuing_subword_prefix", "end_of_word_suffix") if model.get(key)]
+    normalizer = content.get("normalizer") or {"type": "NFC"}
+    is_bytes = steps[-1].get("add_prefix_space") is False and steps[-1].get("use_regex") is False
+    is_usual = (model["type"], kinds, normalizer["type"], changes) == ("BPE", ["Split", "ByteLevel"], "NFC", [])
+    pattern = steps[0].get("pattern", {}).get("Regex"), bool(model.get("ignore_merges"))
+    whole = steps[0].get("behavior") == "Isolated" and not steps[0].get("invert")
+    if not (is_usual and is_bytes and whole) or pattern not in _PRE_TOKENIZERS:
+        what = f"{model['type']} {changes}, normalizer {normalizer['type']}, splits {kinds} by {pattern}"
+        raise CheckpointError(
+            f"{_OP}: {_JSON} is of a kind that is not known to fp4kit ({shown(what)}); known are"
+            f" {', '.join(_PRE_TOKENIZERS.values())}, and {_MODEL} of SentencePiece"
+        )
+    tokens = {number: (text, 0.0, gguf.TokenType.NORMAL) for text, number in model["vocab"].items()}
+    return "gpt2", _PRE_TOKENIZERS[pattern], tokens
