@@ -44,6 +44,7 @@ from fp4kit.checkpoint.model.doubts import CERTAIN, SWAPPED_NIBBLES, swapped_lay
 from fp4kit.checkpoint.model.slabs import SLAB_BYTES
 from fp4kit.checkpoint.model.statistics import doubt_about
 from fp4kit.checkpoint.model.weights import weights_of
+from fp4kit.checkpoint.plan.gguf_model import GGUF
 from fp4kit.checkpoint.plan.make_plan import make_plan
 from fp4kit.checkpoint.plan.plan import OutputFile, Plan, check_target, configs, final_path, jobs_of
 from fp4kit.checkpoint.plan.request import RequestOptions, takes_options
@@ -243,7 +244,8 @@ def convert(
         recipe: the recipe for newly quantized tensors, or its id. None follows a quantized source, whose layers then
             keep their codes, and is nvfp4-te otherwise.
         format: the output format, such as "modelopt", or "bf16" to decode all layers. None chooses that of a quantized
-            source or, if it cannot store the recipe or there is none, the format that most engines load.
+            source or, if it cannot store the recipe or there is none, the format that most engines load; "gguf" if a
+            model directory becomes a file whose name ends in .gguf.
         wishes: which layers to quantize; None for all linear layers.
         input_scale: a positive activation scale to write for every layer; None to write none.
         requantize: True to allow changing the values of layers that are already quantized.
@@ -265,6 +267,7 @@ def convert(
         adapter: the directory of a LoRA adapter whose updates are added to the weights first; None for none.
         adapter_scales: "nearest", "base" or "new": the block scales of quantized layers with an update.
         allow_loss: True to write layers even if they lose their values.
+        fp8_as: "bf16", "q8_0" or "f32": the dtype of quantized layers that a GGUF file cannot hold as they are.
         engine, scheme: the engine that will serve the model and a scheme of fp4kit.servings(); None for none.
 
     The function make_plan describes ``recipe``, ``format`` and all later arguments in full.
@@ -292,6 +295,7 @@ def convert(
         There are two exceptions: the tensor scale of all-zero tensors and groups is 1, and ``search`` may choose other
         block scales.
     """
+    request["format"] = format_for(Path(source), Path(destination), request.get("format"))
     plan = make_plan(source, recipe, **request)
     return execute(plan, destination, options)
 
@@ -353,15 +357,21 @@ def _check_file(plan: Plan, target: Path) -> None:
         )
 
 
+def format_for(source: Path, destination: Path, format: str | None) -> str | None:
+    """Return the output format: ``format``, or "gguf" if it is None and a directory becomes a file that ends so."""
+    is_new_gguf = format is None and source.is_dir() and destination.suffix.lower() == f".{GGUF}"
+    return GGUF if is_new_gguf else format
+
+
 def check_gguf_name(is_gguf: bool, target: Path) -> None:
-    """Raise CheckpointError if ``target`` ends in .gguf but the source is no GGUF file, or the other way round."""
-    if (target.suffix.lower() == ".gguf") == is_gguf:
+    """Raise CheckpointError if ``target`` ends in .gguf but the result is no GGUF file, or the other way round."""
+    if (target.suffix.lower() == f".{GGUF}") == is_gguf:
         return
     if is_gguf:
-        raise CheckpointError(f"{target}: a GGUF file becomes a GGUF file, whose name ends in .gguf")
+        raise CheckpointError(f"{target}: the result is a GGUF file, whose name ends in .gguf")
     raise CheckpointError(
-        f"{target}: a model directory becomes a directory; convert_hf_to_gguf.py of llama.cpp makes a GGUF file of it;"
-        " then run fp4kit convert FILE.gguf DST.gguf, with --codes DIR to take the codes of a quantized DIR"
+        f"{target}: only a GGUF file, or a model directory with --format {GGUF}, becomes a GGUF file; give the"
+        " destination another name"
     )
 
 
@@ -508,7 +518,7 @@ class _Run:
         path = self.folder / self.plan.files[0].name if self.is_file else self.folder
         request = self.plan.request
         is_weighted = request.search is not None and bool(request.search.columns)
-        found = sampled_losses(path, self.plan.source, names, request.adapter, is_weighted)
+        found = sampled_losses(path, self.plan.source, names, request.adapter, is_weighted, self.plan.made_from)
         if found and not self.plan.request.allow_loss:
             raise CheckpointError(
                 f"{listed([name for name, _ in found])}: {found[0][1]}; --keep NAME leaves a layer unquantized,"

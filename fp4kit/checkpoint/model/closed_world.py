@@ -59,11 +59,13 @@ def items_of(
         found += config_entries.config_items(config, weights)
         found += config_entries.hf_quant_items(hf_quant_config, config, weights)
         found += _metadata_items(tensors, weights)
+    known = {item.name for item in found if item.group == REFUSED}
+    found += [item for item in more if item.name not in known]
     return tuple(
         item._replace(group=IGNORED)
         if item.group in (DOUBTFUL, REFUSED) and any(fnmatchcase(item.name, pattern) for pattern in ignore)
         else item
-        for item in (*found, *more)
+        for item in found
     )
 
 

@@ -317,11 +317,14 @@ def _in_order(
     whole = (whole[0] // blocks * blocks, min(-(-whole[1] // blocks) * blocks, weight.shape[-2]))
     found = (_joined(readers, weight),) if weight.members else slabs(readers, plain, expert, whole, step, max_bytes)
     for slab in found:
+        stored = slab
         if blocks > 1:  # blocks that span several rows are decoded before their rows are reordered
-            slab = slab._replace(values=values_of(weight, slab._replace(update=None, rotation=None)))
+            values = values_of(weight, slab._replace(update=None, rotation=None))
+            slab = slab._replace(values=values, codes=None, scales=None)
         count = len(slab.codes if slab.values is None else slab.values)
         low, high = max(first - slab.start, 0), min(end - slab.start, count)
-        yield slab.rows(order.sources(count)[low:high])._replace(start=slab.start + low)
+        ordered = slab.rows(order.sources(count)[low:high])._replace(start=slab.start + low)
+        yield ordered if blocks == 1 else ordered._replace(codes=stored.codes, scales=stored.scales)
 
 
 def _of_members(readers: Readers, weight: Weight, span: Span, height: int, max_bytes: int | None) -> Iterator[Slab]:

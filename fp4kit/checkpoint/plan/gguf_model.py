@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import struct
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from math import prod
@@ -30,7 +31,7 @@ from fp4kit.checkpoint.selection import names
 from fp4kit.storage.files import BLOCKED, FLOAT_DTYPES, CheckpointError, listed, load_object, shown
 from fp4kit.storage.gguf_file import GgufFile, Value, read_gguf
 
-FORMAT = GGUF_NVFP4.format
+GGUF = GGUF_NVFP4.format
 # Class of transformers -> llama.cpp's name of the architecture.
 CLASSES = {
     **dict.fromkeys(("LlamaForCausalLM", "MistralForCausalLM", "MixtralForCausalLM"), "llama"),
@@ -136,7 +137,7 @@ def _settings(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 # Names and tensors ----------------------------------------------------------------------------------------------------
 
-_OP = f"--format {FORMAT}"
+_OP = f"--format {GGUF}"
 _FREQUENCIES = "rope_freqs.weight"
 _UNUSED = ".rotary_emb.inv_freq"  # llama.cpp computes these numbers
 # Tensors that are no weights, norms or biases. closed_world.py and the declarations say what becomes of the scales.
@@ -203,6 +204,9 @@ def _trouble(weight: Weight | None, places: _Places, tokens: Any) -> str:
         return f"llama.cpp has no such tensor in {places.architecture} models"
     if len(weight.shape) == 3:
         return "is a stack of experts; only separate experts are supported"
+    is_vector = len(weight.located.entry.shape) == 1
+    if is_vector != found[0].endswith("_norm") and not (is_vector and weight.tensor.endswith(".bias")):
+        return f"llama.cpp has no such tensor in {places.architecture} models"
     order, rows = places.order(found[0], weight.shape[0]), weight.shape[0]
     if found[0] in ("token_embd", "output") and rows != tokens:
         return f"has {rows} rows, but vocab_size is {tokens}"
@@ -264,12 +268,17 @@ class GgufModel:
                 stacks[name][expert] = placed
         yield from (self._stack(name, experts) for name, experts in stacks.items())
 
-    def precision(self, plans: Iterable[Any], quantized_inputs: bool | None) -> dict[str, Value]:
-        """Return the keys that tell llama.cpp to keep inputs above 4 bits, if the source leaves them unquantized."""
-        quantized = tuple(plan.outputs[0].name for plan in plans if plan.outputs[0].dtype == "NVFP4")
-        if quantized_inputs is not False or not quantized:
-            return {}
-        return {"general.tensor_extra.name": quantized, "general.tensor_extra.prec_a4": (False,) * len(quantized)}
+    def precision(self, plans: Iterable[Any]) -> dict[str, Value]:
+        """Return the keys that forbid 4-bit inputs for the layers that have no input scale, so that it was 16 bits."""
+        outputs = [plan.outputs for plan in plans]
+        found = tuple(
+            one[0].name
+            for one in outputs
+            if one[0].dtype == "NVFP4" and not any(output.part == INPUT_SCALE for output in one)
+        )
+        return (
+            {"general.tensor_extra.name": found, "general.tensor_extra.prec_a4": (False,) * len(found)} if found else {}
+        )
 
     def _placed(self, plan: Any, weight: Weight, name: str, expert: int | None, fp8_as: str) -> Any:
         """Return a plan with the name, the dtype and the order of rows that the tensor has in the GGUF file."""
@@ -294,7 +303,10 @@ class GgufModel:
             if weight.container is not None:
                 plan = replace(plan, reason=f"{plan.reason}; written as {dtype}")
         first, total = (expert or 0) * rows, rows * (1 if expert is None else self._experts)
-        placed = (replace(one, weight=replace(one.weight, order=order), module=name, outputs=outputs) for one in pieces)
+        module = name if kind != "bias" else f"{name}.bias"
+        placed = (
+            replace(one, weight=replace(one.weight, order=order), module=module, outputs=outputs) for one in pieces
+        )
         placed = (replace(one, total_rows=total, first_row=first + one.first_row) for one in placed)
         action = job.DEQUANTIZE if plan.place is not None else plan.action
         return replace(plan, action=action, pieces=tuple(placed), place=None, group=None)
@@ -426,10 +438,12 @@ def _add_tokenizer(gguf: Any, writer: Any, root: Path, size: int) -> None:
     try:
         added = {int(number): one for number, one in (settings.get("added_tokens_decoder") or {}).items()}
         added |= {one["id"]: one for one in content.get("added_tokens") or ()}
-        make = _sentencepieces if _MODEL in paths else _byte_pairs
-        model, name, tokens = make(gguf, root, content)
-        if model == "llama" and isinstance(settings.get("add_prefix_space"), bool):
-            writer.add_add_space_prefix(settings["add_prefix_space"])
+        if _MODEL in paths:
+            model, name = "llama", "default"
+            tokens, prefix = _sentencepieces(gguf, paths[_MODEL])
+            writer.add_add_space_prefix(bool(settings.get("add_prefix_space", prefix)))
+        else:
+            model, (name, tokens) = "gpt2", _byte_pairs(gguf, content)
         for number, one in added.items():
             is_special = one.get("special") or re.fullmatch(r"<\|.*\|>", one["content"])
             kind = gguf.TokenType.CONTROL if is_special else gguf.TokenType.USER_DEFINED
@@ -439,7 +453,7 @@ def _add_tokenizer(gguf: Any, writer: Any, root: Path, size: int) -> None:
             special.add_special_token |= dict(zip(("bos", "eos"), _added_at_ends(content), strict=True))
     except CheckpointError:
         raise
-    except Exception as error:  # the gguf package and sentencepiece do not check what they read
+    except Exception as error:  # nothing checks what is read here
         raise CheckpointError(
             f"{_OP}: the tokenizer of {root} cannot be read: {type(error).__name__}: {shown(str(error))}"
         ) from error
@@ -463,24 +477,56 @@ def _added_at_ends(content: Mapping[str, Any]) -> tuple[bool, bool]:
     return begin, end
 
 
-Tokens = dict[int, tuple[str | bytes, float, int]]  # number -> (text, score, type)
+Tokens = dict[int, tuple[str, float, int]]  # number -> (text, score, type)
 
 
-def _sentencepieces(gguf: Any, root: Path, content: Mapping[str, Any]) -> tuple[str, str, Tokens]:
-    """Return llama.cpp's names for a tokenizer of SentencePiece, and its tokens."""
-    try:
-        found = gguf.SentencePieceVocab(root).sentencepiece_tokens()
-    except RuntimeError as error:
-        if "not installed" not in str(error):
-            raise
-        raise CheckpointError(
-            f"{_OP}: {_MODEL} needs the package sentencepiece; run pip install sentencepiece"
-        ) from None
-    return "llama", "default", dict(enumerate(found))
+def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
+    """Yield (number, value) of the fields of a protocol buffer: an int, or bytes."""
+    at = 0
+
+    def varint() -> int:
+        nonlocal at
+        shift = found = 0
+        while True:
+            byte, at = data[at], at + 1
+            found |= (byte & 127) << shift
+            shift += 7
+            if byte < 128:
+                return found
+
+    while at < len(data):
+        key = varint()
+        if key & 7 == 0:
+            yield key >> 3, varint()
+            continue
+        size = varint() if key & 7 == 2 else {1: 8, 5: 4}[key & 7]
+        if size > len(data) - at:
+            raise ValueError("a field ends behind the end of the file")
+        yield key >> 3, data[at : at + size]
+        at += size
 
 
-def _byte_pairs(gguf: Any, root: Path, content: Mapping[str, Any]) -> tuple[str, str, Tokens]:
-    """Return llama.cpp's names for a tokenizer of byte pairs, and its tokens."""
+def _sentencepieces(gguf: Any, path: Path) -> tuple[Tokens, bool]:
+    """Return the tokens of a model of SentencePiece, and whether it puts a space before every text."""
+    # The numbers of fields and of types are those of sentencepiece_model.proto, 0.2.
+    pieces, settings = [], {2: {3: 1}, 3: {3: 1, 4: 1}}  # trainer: Unigram; normalizer: prefix, remove spaces
+    for number, value in _fields(path.read_bytes()):
+        if number == 1:
+            pieces.append({1: b"", 2: bytes(4), 3: gguf.TokenType.NORMAL, **dict(_fields(value))})
+        elif number in settings:
+            settings[number] |= dict(_fields(value))
+    (trainer, normalizer), byte_pairs = (settings[2], settings[3]), 2
+    kinds = {"the model is not BPE": trainer[3] != byte_pairs, "it removes spaces": normalizer[4]}
+    kinds["it changes characters"] = bool(normalizer.get(2)) and normalizer.get(1) != b"identity"
+    why = next((why for why, is_so in kinds.items() if is_so), "")
+    if why:
+        raise CheckpointError(f"{_OP}: {_MODEL} is of a kind that llama.cpp does not compute: {why}")
+    tokens = {i: (one[1].decode(), struct.unpack("<f", one[2])[0], one[3]) for i, one in enumerate(pieces)}
+    return tokens, bool(normalizer[3])
+
+
+def _byte_pairs(gguf: Any, content: Mapping[str, Any]) -> tuple[str, Tokens]:
+    """Return llama.cpp's name for a tokenizer of byte pairs, and its tokens."""
     model, splits = content["model"], content["pre_tokenizer"]
     steps = splits.get("pretokenizers", [splits])
     kinds = [step["type"] for step in steps]
@@ -491,10 +537,10 @@ def _byte_pairs(gguf: Any, root: Path, content: Mapping[str, Any]) -> tuple[str,
     pattern = steps[0].get("pattern", {}).get("Regex"), bool(model.get("ignore_merges"))
     whole = steps[0].get("behavior") == "Isolated" and not steps[0].get("invert")
     if not (is_usual and is_bytes and whole) or pattern not in _PRE_TOKENIZERS:
-        what = f"{model['type']} {changes}, normalizer {normalizer['type']}, splits {kinds} by {pattern}"
+        what = f"{model['type']} {changes}, normalizer {normalizer['type']}, splits {kinds} by {pattern[0]}"
         raise CheckpointError(
             f"{_OP}: {_JSON} is of a kind that is not known to fp4kit ({shown(what)}); known are"
             f" {', '.join(_PRE_TOKENIZERS.values())}, and {_MODEL} of SentencePiece"
         )
     tokens = {number: (text, 0.0, gguf.TokenType.NORMAL) for text, number in model["vocab"].items()}
-    return "gpt2", _PRE_TOKENIZERS[pattern], tokens
+    return _PRE_TOKENIZERS[pattern], tokens

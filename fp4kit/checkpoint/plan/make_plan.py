@@ -220,7 +220,8 @@ def _decoded_layers(plan: Plan) -> Iterator[str]:
         if not ("--" in found.reason or "preset" in found.reason or found.reason.startswith("K = ")):
             names[found.reason].append(weight.name)
     for why, layers in names.items():
-        yield f"{_several(layers)}: quantized in the source, written in 16 bits: {shown(why)}"
+        dtype = "16 bits" if plan.gguf is None else plan.request.fp8_as.upper()
+        yield f"{_several(layers)}: quantized in the source, written in {dtype}: {shown(why)}"
 
 
 def _unmeasured(plan: Plan) -> Iterator[str]:
@@ -350,7 +351,7 @@ def make_plan(source: str | Path, recipe_id: str | Recipe | None = None, **optio
     codes = options.get("codes")
     if request.adapter is not None and codes is not None:
         raise CheckpointError("--adapter: codes of another model have no update; leave --codes out")
-    if request.format == gguf_model.FORMAT and codes is not None:
+    if request.format == gguf_model.GGUF and codes is not None:
         raise CheckpointError(
             "--codes: --format gguf keeps the codes of a directory; pass the quantized directory as SRC, or a GGUF file"
             " as SRC without --format"
@@ -377,7 +378,7 @@ def make_plan(source: str | Path, recipe_id: str | Recipe | None = None, **optio
             closed_world.check_integers(items)
         check_declared(model, weights)
         return _completed(Plan(model, request, weights, items, matrices))
-    is_new_gguf = request.format == gguf_model.FORMAT and not is_gguf_config(model.config)
+    is_new_gguf = request.format == gguf_model.GGUF and not is_gguf_config(model.config)
     more = gguf_model.items_of(model, weights) if is_new_gguf else ()
     items = closed_world.check_model(model, weights, request.ignore, more)
     check_declared(model, weights)

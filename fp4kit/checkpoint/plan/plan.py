@@ -42,15 +42,7 @@ from fp4kit.checkpoint.model.weights import (
     unquantized_pieces,
 )
 from fp4kit.checkpoint.plan.layer_recipes import recorded_include, recorded_patterns, recorded_recipe
-from fp4kit.checkpoint.plan.plan_facts import (
-    RECORDED,
-    Declared,
-    PlanFacts,
-    carried,
-    declared_inputs,
-    outcomes_of,
-    producer_of,
-)
+from fp4kit.checkpoint.plan.plan_facts import RECORDED, Declared, PlanFacts, carried, outcomes_of, producer_of
 from fp4kit.checkpoint.plan.request import Request
 from fp4kit.checkpoint.plan.source_layers import Restored
 from fp4kit.checkpoint.selection import names
@@ -237,7 +229,7 @@ class Plan(PlanFacts):
             for name, x in self.gguf.generated.items()
         )
         tensors = (*made, *self.gguf.tensors(tensors, self.request.fp8_as))
-        keys = self.gguf.precision(tensors, declared_inputs(self.source))
+        keys = self.gguf.precision(tensors)
         return (ShardPlan(f"{self.source.root.name}.gguf", tensors, shards[0].metadata, keys),)
 
     @lazy_property
@@ -349,6 +341,17 @@ class Plan(PlanFacts):
         return self.source.files[0] if self.gguf is None else self.gguf.template
 
     @property
+    def made_from(self) -> dict[tuple[str, int], transforms.Origin] | None:
+        """(module, number of the expert) -> rows of the source, for a new GGUF file, whose names are not the source's.
+
+        None for all other output.
+        """
+        if self.gguf is None:
+            return None
+        pieces = (piece for tensor in self.tensors for piece in tensor.pieces)
+        return {(one.module, one.number): transforms.Origin(one.weight, one.expert, one.span) for one in pieces}
+
+    @property
     def is_split(self) -> bool:
         """True if the user asks for a split GGUF model. It may still consist of a single file."""
         return self.request.split_max_size is not None
@@ -446,7 +449,7 @@ def jobs_of(
                 None if search is None else search.columns_of((piece.module, piece.weight), piece.expert),
                 None if input_amax is None else float(input_amax),
                 plan.request.adapter_scales if tensor.action == job.MERGE else "",
-                plan.gguf is not None and piece.weight.container is not None,
+                plan.gguf is not None and piece.form is None and piece.weight.container is not None,
             )
 
 
@@ -479,7 +482,7 @@ def _shard(plan: Plan, file: files.SafetensorsFile) -> ShardPlan:
     own = {names.VERSION: __version__}
     if plan.form is not None and plan.recorded:
         own = {names.RECIPE: plan.recorded, **own}
-    if plan.form is not None and plan.recorded_patterns:
+    if plan.form is not None and plan.gguf is None and plan.recorded_patterns:  # patterns of the source's names
         own[names.PATTERNS] = json.dumps({"recipes": plan.recorded_patterns})
     if plan.form is not None and mixes_codes({*plan.actions.values()}, plan.request, plan.source):
         own[names.KEPT_CODES] = names.PARTLY_CARRIED

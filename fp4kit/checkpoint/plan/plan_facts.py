@@ -22,8 +22,7 @@ from fp4kit.checkpoint.model import closed_world
 from fp4kit.checkpoint.model.model_files import Source, is_deepseek_v4, is_gguf_config
 from fp4kit.checkpoint.model.slabs import Readers, scalar_of
 from fp4kit.checkpoint.model.weights import Q8_0, Piece, Weight, any_quantized, layer_names, part_names
-from fp4kit.checkpoint.plan.gguf_model import FORMAT as GGUF
-from fp4kit.checkpoint.plan.gguf_model import GgufModel
+from fp4kit.checkpoint.plan.gguf_model import GGUF, GgufModel
 from fp4kit.checkpoint.plan.layer_recipes import (
     check_gguf,
     check_input_scale,

@@ -21,8 +21,7 @@ from fp4kit.checkpoint.convert.job import NONFINITE
 from fp4kit.checkpoint.loaders import support
 from fp4kit.checkpoint.model.model_files import is_gguf_config
 from fp4kit.checkpoint.model.weights import WeightRotation
-from fp4kit.checkpoint.plan.gguf_model import FORMAT as GGUF
-from fp4kit.checkpoint.plan.gguf_model import FP8_AS
+from fp4kit.checkpoint.plan.gguf_model import FP8_AS, GGUF
 from fp4kit.checkpoint.plan.layer_recipes import LayerQuantization, Mixture, gguf_form_for, kind_of
 from fp4kit.checkpoint.plan.other_models import ADAPTER_SCALES, LoraAdapter
 from fp4kit.checkpoint.plan.scale_search import SEARCH_RECIPE, Activations, ScaleSearch
