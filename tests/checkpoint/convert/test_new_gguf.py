@@ -439,7 +439,7 @@ def with_config(root: Path, **entries: Any) -> None:
 ENTRIES: list[tuple[dict[str, Any], str]] = [
     (
         {"architectures": ["GemmaForCausalLM"]},
-        "--format gguf: architectures is ['GemmaForCausalLM']; model directories",
+        '--format gguf: architectures is ["GemmaForCausalLM"]; model directories',
     ),
     ({"architectures": None}, "architectures is null"),
     ({"hidden_act": "gelu"}, "hidden_act"),
