@@ -512,10 +512,12 @@ _MOST_DOUBTS = 5  # how many layers with doubtful scales are listed
 def _print_losses(out: Output, report: ConversionReport, changed: Sequence[Mapping]) -> None:
     """Print what the conversion lost: codes that could not be kept, doubtful scales, and values that were replaced."""
     again = [name for name in report.inexact if name not in report.changes]
-    rescaled = report.actions.get("rescale", 0)
-    total = sum(report.actions.get(action, 0) for action in ("cast", "carry", "rescale")) + len(again)
+    rescaled, folds = (report.actions.get(action, 0) for action in ("rescale", "fold"))
+    total = sum(report.actions.get(action, 0) for action in ("cast", "carry", "fold", "rescale")) + len(again)
     if rescaled and not changed:
         out.line(f"all values of {rescaled} layers are unchanged: their new scales are powers of two")
+    if folds and not changed:
+        out.line(f"all values of {folds} layers are unchanged: their block scales hold the tensor scale")
     if again:
         out.line(
             f"{len(again)} of {total} layers could not keep their codes, because the new format cannot hold their"
@@ -527,7 +529,7 @@ def _print_losses(out: Output, report: ConversionReport, changed: Sequence[Mappi
         out.records(changed, {"layer": "{name}", **counts})
         out.line(
             f"{len(changed)} of {total} layers have blocks whose scales the new format cannot hold;"
-            f" only {'the values of these blocks were rounded' if rescaled else 'these blocks have new codes'}"
+            f" only {'the values of these blocks were rounded' if rescaled or folds else 'these blocks have new codes'}"
         )
     for texts, what in ((report.losses, "lost their values"), (report.doubts, "have doubtful scales")):
         out.lines(f"warning: {text}" for text in texts[:_MOST_DOUBTS])

@@ -30,6 +30,7 @@ from fp4kit.checkpoint.convert.job import (
     CARRY,
     CAST,
     DEQUANTIZE,
+    FOLD,
     MERGE,
     RENAME,
     RESCALE,
@@ -50,6 +51,7 @@ from fp4kit.checkpoint.convert.rows import (
     survival_of,
     write_carried,
     write_cast,
+    write_folded,
     write_merged,
     write_quantized,
     write_renamed,
@@ -158,6 +160,9 @@ def produce(job: Job, shared: Measured | None, readers: Readers, output: Sink) -
         done = _dequantize(job, readers, output, None if values_are_kept else shared)
     elif action == RENAME:
         write_renamed(job, readers, output)
+    elif action == FOLD and values_are_kept:
+        changes = write_folded(job, readers, output)
+        done = done._replace(changes=changes, is_weak=4 * 16 * changes.blocks > prod(job.shape))
     elif action == RESCALE and values_are_kept:
         done = done._replace(changes=write_rescaled(job, readers, output))
     else:

@@ -455,7 +455,7 @@ def jobs_of(
 
 def mixes_codes(actions: Set[str], request: Request, source: model_files.Source) -> bool:
     """Return whether an output has codes of a recipe that may differ from the recorded recipe and patterns."""
-    if request.codes or actions & {job.CAST, job.CARRY, job.RESCALE, job.MERGE}:
+    if request.codes or actions & {job.CAST, job.CARRY, job.FOLD, job.RESCALE, job.MERGE}:
         return actions != {job.RENAME} and bool(actions)
     wanted = request.recorded, [[pattern, one.id] for pattern, one in request.recipes]
     return actions > {job.RENAME} and (recorded_recipe(source), recorded_patterns(source)) != wanted
@@ -467,6 +467,7 @@ _WORDS = {
     job.RENAME: "same codes",
     job.CAST: "same codes where exponents allow",
     job.CARRY: "same codes where scales are powers of two",
+    job.FOLD: "same codes, tensor scale in the block scales",
     job.RESCALE: "same values where powers of two as scales allow it",
     job.REQUANTIZE: "decoded and quantized again",
     job.DEQUANTIZE: "decoded",

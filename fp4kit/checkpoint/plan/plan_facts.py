@@ -17,7 +17,7 @@ from fp4kit.checkpoint.containers.config_entries import IGNORED, Item, brief, de
 from fp4kit.checkpoint.containers.configs import EXCLUSIONS, entries
 from fp4kit.checkpoint.containers.engines import comfy, mlx
 from fp4kit.checkpoint.convert import job
-from fp4kit.checkpoint.convert.rows import check_carried, check_rescaled
+from fp4kit.checkpoint.convert.rows import check_carried, check_folded, check_rescaled
 from fp4kit.checkpoint.model import closed_world
 from fp4kit.checkpoint.model.model_files import Source, is_deepseek_v4, is_gguf_config
 from fp4kit.checkpoint.model.slabs import Readers, scalar_of
@@ -107,6 +107,8 @@ class PlanFacts:
         carried = self._with_action(job.CARRY)
         if carried and not request.requantize:
             check_carried(carried)
+        if not request.requantize:
+            check_folded(self._with_action(job.FOLD))
         rescaled = self._with_action(job.RESCALE)
         if rescaled and not request.requantize:
             check_rescaled((w, self.form_of(w.name), self.mixture.of(w.name).recipe) for w in rescaled)
