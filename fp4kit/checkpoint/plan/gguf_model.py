@@ -42,7 +42,6 @@ CLASSES = {
 # the rows of each head of q and k are interleaved.
 _INTERLEAVED = ("llama",)
 FP8_AS = ("bf16", "q8_0", "f32")  # dtypes for quantized layers that GGUF files cannot hold
-_DTYPES = {"bf16": "BF16", "q8_0": Q8_0, "f32": "F32"}
 
 # Entries of config.json ----------------------------------------------------------------------------------------------
 
@@ -190,11 +189,11 @@ def items_of(source: Source, weights: Mapping[str, Weight]) -> Iterator[Item]:
 
 
 def _plain(place: Located) -> Weight | None:
-    """Return a norm or a bias as a weight of one column; None for another tensor."""
-    module, _, kind = place.entry.name.rpartition(".")
-    if kind not in ("weight", "bias") or len(place.entry.shape) != 1 or place.entry.dtype not in FLOAT_DTYPES:
+    """Return an unquantized tensor as a weight, a norm or a bias as one of one column; None for another tensor."""
+    (module, _, kind), entry = place.entry.name.rpartition("."), place.entry
+    if kind not in ("weight", "bias") or len(entry.shape) not in (1, 2) or entry.dtype not in FLOAT_DTYPES:
         return None
-    return Weight(module, place.entry.name, (*place.entry.shape, 1), None, {VALUES: place})
+    return Weight(module, entry.name, (*entry.shape, 1)[:2], None, {VALUES: place})
 
 
 def _trouble(weight: Weight | None, places: _Places, tokens: Any) -> str:
@@ -205,7 +204,7 @@ def _trouble(weight: Weight | None, places: _Places, tokens: Any) -> str:
     if len(weight.shape) == 3:
         return "is a stack of experts; only separate experts are supported"
     is_vector = len(weight.located.entry.shape) == 1
-    if is_vector != found[0].endswith("_norm") and not (is_vector and weight.tensor.endswith(".bias")):
+    if is_vector != (found[0].endswith("_norm") or weight.tensor.endswith(".bias")):
         return f"llama.cpp has no such tensor in {places.architecture} models"
     order, rows = places.order(found[0], weight.shape[0]), weight.shape[0]
     if found[0] in ("token_embd", "output") and rows != tokens:
@@ -236,6 +235,7 @@ class GgufModel:
     def __init__(self, source: Source, weights: Mapping[str, Weight], kind: str) -> None:
         self._places = _Places(source)
         self.architecture = self._places.architecture
+        self._is_tied = source.config.get("tie_word_embeddings") is True
         self._experts = next((count for key in _COUNTS if (count := source.config.get(key))), 0)
         self.template = _template(source, self._places, weights.values(), kind, self._experts)
         self.config = names.config_of(self.template.metadata)
@@ -254,11 +254,14 @@ class GgufModel:
         """
         stacks: dict[str, dict[int, Any]] = {}
         for plan in plans:
-            weight = plan.pieces[0].weight if plan.pieces else _plain(plan.place) or _matrix(plan.place)
-            found = None if plan.name.endswith(_UNUSED) else self._places.of(weight.name)
-            if found is None:
+            if plan.name.endswith(_UNUSED):
                 continue
+            weight = plan.pieces[0].weight if plan.pieces else _plain(plan.place)
+            found = None if weight is None else self._places.of(weight.name)
+            assert weight is not None and found is not None  # see items_of
             name, expert = found
+            if name == "output" and self._is_tied:  # transformers does not read it
+                continue
             placed = self._placed(plan, weight, name, expert, fp8_as)
             if expert is None:
                 yield placed
@@ -290,13 +293,13 @@ class GgufModel:
             has_input_scale = any(output.part == INPUT_SCALE for output in pieces[0].outputs)
             outputs = form.outputs(name, shape if expert is None else (self._experts, *shape), has_input_scale)
         else:
-            is_norm = plan.place is not None and len(plan.place.entry.shape) == 1
+            is_vector = plan.place is not None and len(plan.place.entry.shape) == 1
             dtype = pieces[0].outputs[0].dtype
-            if weight.container is not None:
-                dtype = _DTYPES[fp8_as] if fp8_as != "q8_0" or columns % BLOCKED[Q8_0].elements == 0 else "BF16"
-            elif is_norm or names.ROLES.get(name.rpartition(".")[2]) == "router":
+            if is_vector or names.ROLES.get(name.rpartition(".")[2]) == "router":
                 dtype = "F32"
-            stored = (rows,) if is_norm else shape if expert is None else (self._experts, *shape)
+            elif weight.container is not None:
+                dtype = fp8_as.upper() if fp8_as.upper() != Q8_0 or columns % BLOCKED[Q8_0].elements == 0 else "BF16"
+            stored = (rows,) if is_vector else shape if expert is None else (self._experts, *shape)
             outputs = (OutputTensor(f"{name}.{kind if kind == 'bias' else 'weight'}", dtype, stored),)
             if plan.place is not None and order is None and expert is None and dtype == plan.dtype:
                 return replace(plan, renamed=outputs[0].name)
@@ -331,11 +334,6 @@ class GgufModel:
         return replace(plans[0], shape=(self._experts, *plans[0].shape), bytes_in=size, pieces=pieces)
 
 
-def _matrix(place: Located) -> Weight:
-    name = place.entry.name.removesuffix(".weight")
-    return Weight(name, place.entry.name, place.entry.shape, None, {VALUES: place})
-
-
 # Keys of the header ---------------------------------------------------------------------------------------------------
 
 
@@ -345,6 +343,9 @@ def _template(source: Source, places: _Places, weights: Collection[Weight], kind
     sizes, stored = {weight.name: prod(weight.shape) for weight in weights}, part_names(weights)
     sizes |= {name: prod(entry.shape) for name, (_, entry) in source.tensors.items() if name not in stored}
     in_stacks = sum(size for name, size in sizes.items() if (found := places.of(name)) and found[1] is not None)
+    for name in (*_TEXTS, "generation_config.json"):
+        if os.path.lexists(root / name):
+            existing_file(root, name)  # no link leads out of the directory
     with TemporaryDirectory(prefix="fp4kit-") as folder:
         path = Path(folder) / "header.gguf"
         writer = gguf.GGUFWriter(path, places.architecture)
@@ -421,6 +422,7 @@ def _frequency_factors(config: Mapping[str, Any]) -> dict[str, np.ndarray]:
 
 # Tokenizers -----------------------------------------------------------------------------------------------------------
 
+_TEXTS = ("README.md", "chat_template.jinja", "chat_template.json", "merges.txt")  # that the gguf package reads
 _MODEL, _JSON, _SETTINGS = "tokenizer.model", "tokenizer.json", "tokenizer_config.json"
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"

@@ -347,7 +347,8 @@ def make_plan(source: str | Path, recipe_id: str | Recipe | None = None, **optio
     if row is not None:
         recipe_id = row.weights if recipe_id is None else recipe_id
         why = request.chosen or f"the weights of {row.engine} {row.scheme}"
-        request = replace(request, recipe=recipe(recipe_id), format=row.format, chosen=why)
+        format = request.format if request.format == gguf_model.GGUF else row.format
+        request = replace(request, recipe=recipe(recipe_id), format=format, chosen=why)
     codes = options.get("codes")
     if request.adapter is not None and codes is not None:
         raise CheckpointError("--adapter: codes of another model have no update; leave --codes out")

@@ -107,8 +107,9 @@ class PlanFacts:
         carried = self._with_action(job.CARRY)
         if carried and not request.requantize:
             check_carried(carried)
-        if not request.requantize:
-            check_folded(self._with_action(job.FOLD))
+        folds = self._with_action(job.FOLD)
+        if folds and not request.requantize:
+            check_folded(folds)
         rescaled = self._with_action(job.RESCALE)
         if rescaled and not request.requantize:
             check_rescaled((w, self.form_of(w.name), self.mixture.of(w.name).recipe) for w in rescaled)

@@ -455,7 +455,7 @@ class Request:
             return None
         if self.engine is None:
             raise CheckpointError(f"--scheme {shown(str(self.scheme))}: needs an engine; add --engine transformers")
-        row = serving_of("convert", self.engine, self.scheme, None, self.format)
+        row = serving_of("convert", self.engine, self.scheme, None, None if self.format == GGUF else self.format)
         if not row.container:
             raise CheckpointError(f"--engine {row}: quantizes the weights itself, so there is no checkpoint to write")
         return row

@@ -443,7 +443,7 @@ ENTRIES: list[tuple[dict[str, Any], str]] = [
     ),
     ({"architectures": None}, "architectures is null"),
     ({"hidden_act": "gelu"}, "hidden_act"),
-    ({"logits_soft_cap": 30.0}, "logits_soft_cap (30.0): is 30.0; it is not known what llama.cpp needs for it"),
+    ({"logits_soft_cap": 30.0}, "config.json: logits_soft_cap: is 30.0; it is not known what llama.cpp needs for it"),
     ({"sliding_window": 64}, "sliding_window"),
     ({"layer_types": ["full_attention", "sliding_attention"]}, "attends to all positions in every layer"),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
@@ -516,6 +516,34 @@ def test_stacks_of_experts_are_refused(tmp_path: Path) -> None:
     rewrite(root, stack, "layers.0.mlp.experts")
     with refused("is a stack of experts; only separate experts are supported"):
         convert(root, tmp_path / "o.gguf")
+
+
+def test_a_tied_head_is_left_out(tmp_path: Path) -> None:
+    """A model with tie_word_embeddings reads its embedding as output head, whatever lm_head holds."""
+    root = made(tmp_path)
+    with_config(root, tie_word_embeddings=True)
+    convert(root, tmp_path / "o.gguf")
+    found = tensors_of(tmp_path / "o.gguf")
+    assert "output.weight" not in found and "token_embd.weight" in found
+
+
+def test_links_out_of_the_directory_are_refused(tmp_path: Path) -> None:
+    root = made(tmp_path)
+    (tmp_path / "secret").write_text("---\nlicense: mit\n---\n")
+    (root / "README.md").symlink_to(tmp_path / "secret")
+    with refused("README.md: links to a file outside"):
+        convert(root, tmp_path / "o.gguf")
+
+
+def test_a_quantized_router_is_decoded_to_float32(tmp_path: Path) -> None:
+    root = made(tmp_path, "Qwen3Moe")
+    name = "model.layers.0.mlp.gate"
+    q = fp4kit.quantize(stored(tmp_path / "m")[f"{name}.weight"], "nvfp4-te")
+    parts = {f"{name}.weight": q.packed, f"{name}.weight_scale": q.block_scale.view(synthetic.E4M3)}
+    rewrite(root, parts | {f"{name}.weight_scale_2": np.asarray(q.tensor_scale)})
+    convert(root, tmp_path / "o.gguf")
+    wanted = fp4kit.dequantize(q, np.float32)
+    assert tensors_of(tmp_path / "o.gguf")["blk.0.ffn_gate_inp.weight"] == ("F32", (EXPERTS, WIDTH), wanted.tobytes())
 
 
 def test_biases_are_reordered_with_their_layers(tmp_path: Path) -> None:
@@ -657,3 +685,12 @@ def test_the_command_line_writes_gguf_files(tmp_path: Path, capsys: pytest.Captu
     assert main(["convert", str(root), str(tmp_path / "o.gguf")]) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert f"next: fp4kit compare {root} {tmp_path / 'o.gguf'}" in text and "serve: llama-server -m" in text
+
+
+def test_the_recipe_of_an_engine(tmp_path: Path) -> None:
+    """--engine llama.cpp chooses the recipe of a new GGUF file; other engines load no GGUF file."""
+    llama_cpp.directory(tmp_path / "m")
+    report = convert(tmp_path / "m", tmp_path / "o.gguf", engine="llama.cpp", scheme="nvfp4-w4a8")
+    assert report.plan.recipe.id == "nvfp4-gguf" and report.plan.format_name == "gguf NVFP4"
+    with refused("loads modelopt NVFP4, and DST would be gguf NVFP4"):
+        convert(tmp_path / "m", tmp_path / "p.gguf", engine="vLLM", scheme="nvfp4-w4a4", input_scale=1.0)
