@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from fp4kit.arguments import is_one_of
 from fp4kit.checkpoint.containers.config_entries import REFUSED, Item, brief
 from fp4kit.checkpoint.containers.table import GGUF_NVFP4, INPUT_SCALE, VALUES, OutputTensor
 from fp4kit.checkpoint.convert import job
@@ -65,10 +66,11 @@ _KNOWN = {
 
 
 def _fits_window(config: Mapping[str, Any], value: Any) -> bool:
-    usual = 4096 if "MistralForCausalLM" in config.get("architectures", ()) else None  # of MistralConfig
-    window = usual if "sliding_window" not in config else value
-    off = config.get("use_sliding_window", "MistralForCausalLM" in config.get("architectures", ())) is False
-    return off or window is None or window >= config.get("max_position_embeddings", math.inf)
+    kind = config["architectures"][0]
+    window = config.get("sliding_window", 4096 if kind.startswith("Mistral") else None)  # the default of MistralConfig
+    is_off = not config.get("use_sliding_window", not kind.startswith("Qwen3"))
+    length = config.get("max_position_embeddings")
+    return is_off or window is None or (type(window) is type(length) is int and window >= length)
 
 
 # Entry -> whether llama.cpp computes what it says, and what llama.cpp does.
@@ -85,7 +87,7 @@ _CHECKED: dict[str, tuple[Callable[[Mapping[str, Any], Any], bool], str]] = {
     "decoder_sparse_step": (lambda config, value: value in (None, 1), "every layer must have experts"),
     "mlp_only_layers": (lambda config, value: not value, "every layer must have experts"),
     "norm_topk_prob": (
-        lambda config, value: value is True or "Qwen3MoeForCausalLM" not in config["architectures"],
+        lambda config, value: value is True or config["architectures"] != ["Qwen3MoeForCausalLM"],
         "llama.cpp normalizes the weights of the chosen experts",
     ),
 }
@@ -121,10 +123,21 @@ def _settings(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for key, value in config.items():
         if value and key not in _KNOWN and key not in _CHECKED:
             yield key, f"is {brief(value)}; it is not known what llama.cpp needs for it"
+    yield from _rope_troubles(config)
+
+
+def _rope_troubles(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    for key in ("rope_scaling", "rope_parameters"):
+        if not isinstance(config.get(key) or {}, Mapping):
+            yield key, f"is {brief(config[key])}; an object is needed"
+            return
     rope = _rope(config)
     kind, factor = rope.pop("rope_type"), rope.pop("partial_rotary_factor", 1)
-    if kind not in _ROPE or factor != 1:
-        yield "rope_parameters", f"have the type {brief(kind)} and rotate {factor} of a head; it is not supported"
+    if not is_one_of(kind, _ROPE) or factor != 1:
+        yield (
+            "rope_parameters",
+            f"have the type {brief(kind)} and rotate {brief(factor)} of a head; it is not supported",
+        )
         return
     for key in rope.keys() ^ {"rope_theta", *_ROPE[kind]}:
         if key in rope or key not in _OPTIONAL:

@@ -447,10 +447,15 @@ ENTRIES: list[tuple[dict[str, Any], str]] = [
     ({"sliding_window": 64}, "sliding_window"),
     ({"layer_types": ["full_attention", "sliding_attention"]}, "attends to all positions in every layer"),
     ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
-    ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, "have the type 'longrope'"),
+    ({"rope_scaling": {"rope_type": "longrope", "factor": 2.0}}, 'have the type "longrope"'),
     ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "lack original_max_position_embeddings"),
     ({"rope_scaling": {"rope_type": "linear", "factor": 2.0, "mscale": 1.0}}, "have mscale with the type linear"),
-    ({"rope_scaling": {"rope_type": "linear", "factor": "2"}}, "have factor '2'; a number is needed"),
+    ({"rope_scaling": {"rope_type": "linear", "factor": "2"}}, 'have factor "2"; a number is needed'),
+    ({"rope_scaling": "yarn"}, 'rope_scaling: is "yarn"; an object is needed'),
+    ({"rope_scaling": {"rope_type": ["yarn"]}}, 'have the type ["yarn"]'),
+    ({"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.25}}, "rotate 0.25 of a head"),
+    ({"sliding_window": "64"}, "sliding_window"),
+    ({"head_dim": "32"}, 'head_dim: is "32"; a positive whole number is needed'),
     ({"num_attention_heads": 0}, "num_attention_heads"),
     ({"max_position_embeddings": None}, "max_position_embeddings"),
     ({"rms_norm_eps": None}, "rms_norm_eps"),
@@ -459,7 +464,7 @@ ENTRIES: list[tuple[dict[str, Any], str]] = [
 ]
 
 
-def test_what_llama_cpp_would_not_follow_is_refused(tmp_path: Path) -> None:
+def test_settings_that_the_engine_would_not_follow_are_refused(tmp_path: Path) -> None:
     root = made(tmp_path)
     text = (root / "config.json").read_text()
     for entries, why in ENTRIES:
@@ -692,5 +697,5 @@ def test_the_recipe_of_an_engine(tmp_path: Path) -> None:
     llama_cpp.directory(tmp_path / "m")
     report = convert(tmp_path / "m", tmp_path / "o.gguf", engine="llama.cpp", scheme="nvfp4-w4a8")
     assert report.plan.recipe.id == "nvfp4-gguf" and report.plan.format_name == "gguf NVFP4"
-    with refused("loads modelopt NVFP4, and DST would be gguf NVFP4"):
-        convert(tmp_path / "m", tmp_path / "p.gguf", engine="vLLM", scheme="nvfp4-w4a4", input_scale=1.0)
+    with refused("and DST would be gguf NVFP4 scaled; leave other recipes and formats out"):
+        convert(tmp_path / "m", tmp_path / "p.gguf", engine="transformers", scheme="nvfp4-w4a16")
