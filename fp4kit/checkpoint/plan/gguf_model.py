@@ -417,12 +417,9 @@ def _add_sizes(gguf: Any, writer: Any, config: Mapping[str, Any]) -> None:
 
 
 def _frequency_factors(config: Mapping[str, Any]) -> dict[str, np.ndarray]:
-    """Return the divisors of RoPE's frequencies with the scaling of Llama 3.1; {} for models without it.
-
-    Let w be the wavelength of a frequency, in positions, and n the context length of the training. The divisor is 1 if
-    w < n / high_freq_factor, ``factor`` if w > n / low_freq_factor, and otherwise 1 / ((1 - t) / factor + t), with t =
-    (n / w - low_freq_factor) / (high_freq_factor - low_freq_factor). Source: transformers modeling_rope_utils.py.
-    """
+    """Return the divisors of RoPE's frequencies with the scaling of Llama 3.1; {} for models without it."""
+    # A wavelength w, in positions, below n / high is not scaled, one above n / low is scaled by the factor, and one in
+    # between by an interpolation in n / w. Source: transformers 5.23 modeling_rope_utils.py.
     rope = _rope(config)
     if rope["rope_type"] != "llama3":
         return {}
