@@ -101,8 +101,7 @@ _ROPE: dict[str, tuple[str, ...]] = {
 _OPTIONAL = ("beta_fast", "beta_slow")
 
 
-def _rope(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the parameters of RoPE, with the names of transformers 5."""
+def _rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
     found = {**(config.get("rope_scaling") or {}), **(config.get("rope_parameters") or {})}
     found["rope_type"] = found.pop("type", None) or found.get("rope_type") or "default"
     found.setdefault("rope_theta", config.get("rope_theta", 10000.0))
@@ -131,7 +130,7 @@ def _rope_troubles(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         if not isinstance(config.get(key) or {}, Mapping):
             yield key, f"is {brief(config[key])}; an object is needed"
             return
-    rope = _rope(config)
+    rope = _rope_parameters(config)
     kind, factor = rope.pop("rope_type"), rope.pop("partial_rotary_factor", 1)
     if not is_one_of(kind, _ROPE) or factor != 1:
         yield (
@@ -196,7 +195,7 @@ def items_of(source: Source, weights: Mapping[str, Weight]) -> Iterator[Item]:
         yield Item(REFUSED, "config.json", key, why)
     plain = {name: _plain(located(*place)) for name, place in source.tensors.items() if name not in stored}
     for name, weight in [*weights.items(), *plain.items()]:
-        if not name.endswith(_BESIDE) and (why := _trouble(weight, places, source.config.get("vocab_size"))):
+        if not name.endswith(_BESIDE) and (why := _why_no_place(weight, places, source.config.get("vocab_size"))):
             entry = source.tensors[name][1]
             yield Item(REFUSED, "tensor", name, why, f"{entry.dtype} {list(entry.shape)}")
 
@@ -209,8 +208,7 @@ def _plain(place: Located) -> Weight | None:
     return Weight(module, entry.name, (*entry.shape, 1)[:2], None, {VALUES: place})
 
 
-def _trouble(weight: Weight | None, places: _Places, tokens: Any) -> str:
-    """Return why a GGUF file has no place for a weight, a norm or a bias; "" if it has."""
+def _why_no_place(weight: Weight | None, places: _Places, tokens: Any) -> str:
     found = None if weight is None else places.of(weight.name)
     if weight is None or found is None:
         return f"llama.cpp has no such tensor in {places.architecture} models"
@@ -250,7 +248,7 @@ class GgufModel:
         self.architecture = self._places.architecture
         self._is_tied = source.config.get("tie_word_embeddings") is True
         self._experts = next((count for key in _COUNTS if (count := source.config.get(key))), 0)
-        self.template = _template(source, self._places, weights.values(), kind, self._experts)
+        self.template = _file_without_tensors(source, self._places, weights.values(), kind, self._experts)
         self.config = names.config_of(self.template.metadata)
         self.generated = _frequency_factors(source.config)
 
@@ -328,7 +326,6 @@ class GgufModel:
         return replace(plan, action=action, pieces=tuple(placed), place=None, group=None)
 
     def _stack(self, name: str, experts: Mapping[int, Any]) -> Any:
-        """Return the plan of a stack of experts, for the plans of its experts."""
         missing = [str(number) for number in range(self._experts) if number not in experts]
         if missing or len(experts) != self._experts:
             raise CheckpointError(
@@ -350,8 +347,9 @@ class GgufModel:
 # Keys of the header ---------------------------------------------------------------------------------------------------
 
 
-def _template(source: Source, places: _Places, weights: Collection[Weight], kind: str, experts: int) -> GgufFile:
-    """Return a GGUF file without tensors that has all keys for a model directory."""
+def _file_without_tensors(
+    source: Source, places: _Places, weights: Collection[Weight], kind: str, experts: int
+) -> GgufFile:
     gguf, config, root = package(_OP), source.config, source.root
     sizes, stored = {weight.name: prod(weight.shape) for weight in weights}, part_names(weights)
     sizes |= {name: prod(entry.shape) for name, (_, entry) in source.tensors.items() if name not in stored}
@@ -385,8 +383,7 @@ def _template(source: Source, places: _Places, weights: Collection[Weight], kind
 
 
 def _add_sizes(gguf: Any, writer: Any, config: Mapping[str, Any]) -> None:
-    """Add the keys of the model's sizes, of its norms and of RoPE."""
-    heads, rope = config[_HEADS], _rope(config)
+    heads, rope = config[_HEADS], _rope_parameters(config)
     head = config.get("head_dim") or config["hidden_size"] // heads
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
@@ -420,7 +417,7 @@ def _frequency_factors(config: Mapping[str, Any]) -> dict[str, np.ndarray]:
     """Return the divisors of RoPE's frequencies with the scaling of Llama 3.1; {} for models without it."""
     # A wavelength w, in positions, below n / high is not scaled, one above n / low is scaled by the factor, and one in
     # between by an interpolation in n / w. Source: transformers 5.23 modeling_rope_utils.py.
-    rope = _rope(config)
+    rope = _rope_parameters(config)
     if rope["rope_type"] != "llama3":
         return {}
     head = config.get("head_dim") or config["hidden_size"] // config[_HEADS]
@@ -441,7 +438,6 @@ _PRE_TOKENIZERS = {(rf"{_WORDS}\p{{N}}{{1,3}}{_REST}", True): "llama-bpe", (rf"{
 
 
 def _add_tokenizer(gguf: Any, writer: Any, root: Path, size: int) -> None:
-    """Add the keys of the tokenizer of a model directory."""
     paths = {name: existing_file(root, name) for name in (_MODEL, _JSON, _SETTINGS) if os.path.lexists(root / name)}
     settings = load_object(paths[_SETTINGS], _SETTINGS) if _SETTINGS in paths else {}
     if not {_MODEL, _JSON} & paths.keys():

@@ -350,17 +350,8 @@ def make_plan(source: str | Path, recipe_id: str | Recipe | None = None, **optio
         format = request.format if request.format == gguf_model.GGUF else row.format
         request = replace(request, recipe=recipe(recipe_id), format=format, chosen=why)
     codes = options.get("codes")
-    if request.adapter is not None and codes is not None:
-        raise CheckpointError("--adapter: codes of another model have no update; leave --codes out")
-    if request.format == gguf_model.GGUF and codes is not None:
-        raise CheckpointError(
-            "--codes: --format gguf keeps the codes of a directory; pass the quantized directory as SRC, or a GGUF file"
-            " as SRC without --format"
-        )
-    if request.hadamard is not None and codes is not None:
-        raise CheckpointError(
-            f"--hadamard {request.hadamard}: the codes of another model cannot be rotated; leave --codes out"
-        )
+    if codes is not None:
+        _check_takes_codes(request)
     model = open_source(Path(source))
     weights = weights_of(model.tensors, model.config)
     if like and is_gguf_config(model.config):
@@ -396,6 +387,20 @@ def make_plan(source: str | Path, recipe_id: str | Recipe | None = None, **optio
     plan = _completed(Plan(model, request, taken, items))
     check_values_agree([tensor.name for tensor in plan.converted], weights, taken)
     return plan
+
+
+def _check_takes_codes(request: Request) -> None:
+    if request.adapter is not None:
+        raise CheckpointError("--adapter: codes of another model have no update; leave --codes out")
+    if request.format == gguf_model.GGUF:
+        raise CheckpointError(
+            "--codes: --format gguf keeps the codes of a directory; pass the quantized directory as SRC, or a GGUF file"
+            " as SRC without --format"
+        )
+    if request.hadamard is not None:
+        raise CheckpointError(
+            f"--hadamard {request.hadamard}: the codes of another model cannot be rotated; leave --codes out"
+        )
 
 
 def _completed(plan: Plan) -> Plan:

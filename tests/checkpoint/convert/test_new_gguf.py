@@ -20,7 +20,7 @@ from llama_cpp import EXPERTS, HEADS, KV_HEADS, LAYERS, TOKENS, WIDTH
 from synthetic import refused
 
 import fp4kit
-from fp4kit.checkpoint import convert, make_plan
+from fp4kit.checkpoint import Wishes, convert, make_plan
 from fp4kit.checkpoint.convert import run_jobs
 from fp4kit.checkpoint.convert.convert import ConversionReport
 from fp4kit.checkpoint.executors import Options
@@ -702,3 +702,11 @@ def test_the_recipe_of_an_engine(tmp_path: Path) -> None:
     assert report.plan.recipe.id == "nvfp4-gguf" and report.plan.format_name == "gguf NVFP4"
     with refused("and DST would be gguf NVFP4 scaled; leave other recipes and formats out"):
         convert(tmp_path / "m", tmp_path / "p.gguf", engine="transformers", scheme="nvfp4-w4a16")
+
+
+def test_a_preset_chooses_layers_by_the_names_of_the_directory(tmp_path: Path) -> None:
+    llama_cpp.directory(tmp_path / "m")
+    report = convert(tmp_path / "m", tmp_path / "o.gguf", wishes=Wishes(like="modelopt:NVFP4_MLP_ONLY_CFG"))
+    found = {name for name, (dtype, _, _) in tensors_of(tmp_path / "o.gguf").items() if dtype == "NVFP4"}
+    assert found == {f"blk.{i}.ffn_{leaf}.weight" for i in range(LAYERS) for leaf in ("gate", "up", "down")}
+    assert report.plan.recipe.id == "nvfp4-modelopt"
