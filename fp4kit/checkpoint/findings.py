@@ -96,7 +96,9 @@ def _planned(plan: Plan, destination: Path) -> Checkpoint:
         outputs = [output for output in file.outputs if output.name not in matrices]
         entries = (TensorEntry(one.name, one.dtype, one.shape, 0, one.nbytes) for one in outputs)
         files.append(SafetensorsFile(Path(file.name), file.name, 0, tuple(entries), file.metadata))
-    written: dict[str, Any] = {model_files.CONFIG: plan.source.config if plan.is_file else {}}
+    written: dict[str, Any] = {
+        model_files.CONFIG: ({} if not plan.is_file else plan.source.config if plan.gguf is None else plan.gguf.config)
+    }
     if not plan.is_file and not is_one_file(destination):
         written = configs_of(plan)
     return Checkpoint(destination, written[model_files.CONFIG], written.get(model_files.HF_QUANT_CONFIG), tuple(files))

@@ -9,13 +9,17 @@ Let s be the tensor scale of a part, as a multiplier on decode, and t the larges
 
 The quotient, the product and E4M3 round to nearest even; quotient and product are float32. Codes do not change, and a
 part with s = t keeps its block scales. All parts store the tensor scale of the part that has t, bit for bit. Values do
-not change if s / t is a power of two and no block scale becomes subnormal.
+not change if s / t is a power of two and no block scale becomes subnormal. No block scale saturates, because s <= t.
+
+On request, all experts of a layer get one tensor scale, too: the separate experts, and the matrices of a stack.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import re
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,14 +28,14 @@ import numpy as np
 import numpy.typing as npt
 
 from fp4kit import __version__
-from fp4kit.arithmetic import ieee
 from fp4kit.checkpoint import staging
-from fp4kit.checkpoint.containers.table import CODES, SCALES, TENSOR_SCALE
+from fp4kit.checkpoint.containers.table import SCALES, TENSOR_SCALE
 from fp4kit.checkpoint.convert.job import usable_tensor_scale
+from fp4kit.checkpoint.convert.rows import Folding, folded
 from fp4kit.checkpoint.convert.run_jobs import source_facts
 from fp4kit.checkpoint.model import model_files
 from fp4kit.checkpoint.model.closed_world import check_model
-from fp4kit.checkpoint.model.slabs import Readers, codes_of, decode, row_chunks, scalar_of, tensor_scale_of
+from fp4kit.checkpoint.model.slabs import Readers, Slab, scalar_of, slabs, tensor_scale_of, values_of
 from fp4kit.checkpoint.model.statistics import sqnr_db
 from fp4kit.checkpoint.model.weights import Weight, weights_of
 from fp4kit.checkpoint.selection.names import shared_amax_groups
@@ -44,11 +48,14 @@ Progress = Callable[[int], None]
 class Repair:
     """One layer that gets a new tensor scale.
 
-    name: the name of the layer.
+    name: the name of the layer, with the number of the expert in brackets if it is a matrix of a stack.
     group: the name of the fused layer that it is part of.
     before, after: the old and the new tensor scale, as multipliers on decode.
     block_scales, changed: the number of block scales of the layer, and the number of them that change.
     underflow: the number of nonzero block scales that become zero.
+    inexact: the number of block scales whose value, their product with the tensor scale in float32, changes. Block
+        scales of blocks without a nonzero code do not count.
+    largest_error: the largest |new - old| / |old| of these values; 0 if none changes.
     sqnr_db: the SQNR in decibels of the new values, with the old values as the signal; inf if no value changes.
     """
 
@@ -59,7 +66,14 @@ class Repair:
     block_scales: int
     changed: int
     underflow: int
+    inexact: int
+    largest_error: float
     sqnr_db: float
+
+    @property
+    def loss(self) -> str:
+        """The loss in words: "exact" if no value changes."""
+        return Folding(self.block_scales, self.inexact, largest_error=self.largest_error).text
 
 
 @dataclass(frozen=True)
@@ -76,29 +90,47 @@ class Reconciliation:
     destination: Path | None
 
 
-def disagreements(source: model_files.Source, readers: Readers) -> dict[str, dict[str, Weight]]:
-    """Find the fused layers whose parts (such as q, k and v) store different tensor scales."""
+_EXPERT = re.compile(r"\.experts\.\d+\.")
+Parts = dict[str, tuple[Weight, int]]  # name -> (weight, number of the matrix in it)
+
+
+def disagreements(source: model_files.Source, readers: Readers, experts: bool = False) -> dict[str, Parts]:
+    """Find the fused layers whose parts (such as q, k and v, or all experts) store different tensor scales."""
+
     # The stored numbers are compared, because engines compare them.
-    layers = {weight.name: weight for weight in _layers(source).values()}
-    found: dict[str, dict[str, Weight]] = {}
-    for name, group in shared_amax_groups(layers).items():
-        found.setdefault(group, {})[name] = layers[name]
+    def stored(part: tuple[Weight, int]) -> tuple[bytes, bool]:
+        weight, expert = part
+        return scalar_of(readers, weight, TENSOR_SCALE, expert).tobytes(), weight.form.divides
 
-    def stored(part: Weight) -> tuple[bytes, bool]:
-        return scalar_of(readers, part, TENSOR_SCALE).tobytes(), part.form.divides
-
-    return {group: parts for group, parts in found.items() if len({stored(part) for part in parts.values()}) > 1}
+    groups = _groups(_layers(source).values(), experts)
+    return {group: parts for group, parts in groups.items() if len({stored(part) for part in parts.values()}) > 1}
 
 
-def _largest(parts: Mapping[str, Weight], readers: Readers) -> Weight:
+def _groups(layers: Iterable[Weight], experts: bool) -> dict[str, Parts]:
+    """Return the parts of each fused layer: its name -> {name of the part: (weight, number of the matrix)}."""
+    single = {weight.name: weight for weight in layers if len(weight.shape) == 2}
+    fused, found = shared_amax_groups(single), defaultdict[str, Parts](dict)
+    for name, weight in single.items():
+        group = fused.get(name, name)
+        if experts:
+            group = _EXPERT.sub(".experts.*.", group)
+        found[group][name] = weight, 0
+    for weight in layers if experts else ():
+        if len(weight.shape) == 3:
+            found[weight.name] = {f"{weight.name}[{e}]": (weight, e) for e in range(weight.experts)}
+    return {group: parts for group, parts in found.items() if len(parts) > 1}
+
+
+def _largest(parts: Iterable[tuple[Weight, int]], readers: Readers) -> tuple[Weight, int]:
     """Return the part of a fused layer that has the largest tensor scale, as a multiplier on decode."""
 
-    def scale(part: Weight) -> tuple[float, float]:
-        found = tensor_scale_of(readers, part)
+    def scale(part: tuple[Weight, int]) -> tuple[float, float]:
+        weight, expert = part
+        found = tensor_scale_of(readers, weight, expert)
         assert found is not None
-        return float(found), -float(scalar_of(readers, part, TENSOR_SCALE))
+        return float(found), -float(scalar_of(readers, weight, TENSOR_SCALE, expert))
 
-    return max(parts.values(), key=scale)
+    return max(parts, key=scale)
 
 
 def _layers(source: model_files.Source) -> dict[str, Weight]:
@@ -108,7 +140,6 @@ def _layers(source: model_files.Source) -> dict[str, Weight]:
         for name, weight in source.weights.items()
         if weight.container is not None
         and {SCALES, TENSOR_SCALE} <= set(weight.parts)
-        and len(weight.shape) == 2
         and weight.container.tensor_scale_unit == 1
         and not weight.container.swizzled
     }
@@ -119,8 +150,12 @@ def reconcile(
     destination: str | Path | None,
     progress: Progress | None = None,
     ignore: Iterable[str] = (),
+    experts: bool = False,
 ) -> Reconciliation:
-    """Write a copy of an NVFP4 checkpoint in which the parts of every fused layer have one tensor scale."""
+    """Write a copy of an NVFP4 checkpoint in which the parts of every fused layer have one tensor scale.
+
+    With ``experts``, all experts of a layer are parts of one fused layer, gate and up together.
+    """
     model = model_files.open_source(Path(source))
     if model_files.is_gguf_config(model.config):
         raise CheckpointError(
@@ -134,13 +169,12 @@ def reconcile(
             " made equal; fp4kit convert --format modelopt writes such layers"
         )
     with Readers() as readers:
-        wrong = disagreements(model, readers)
         repaired = {
-            name: _Repaired(part, group, _largest(parts, readers), readers)
-            for group, parts in wrong.items()
+            name: _Repaired(name, part, group, _largest(parts.values(), readers), readers)
+            for group, parts in disagreements(model, readers, experts).items()
             for name, part in parts.items()
         }
-        groups = len(set(shared_amax_groups(weight.name for weight in layers.values()).values()))
+        groups = len(_groups(layers.values(), experts))
         changed = {name: one for name, one in repaired.items() if one.stored != one.was}
         target = None if destination is None else Path(destination)
         if target is not None and changed:
@@ -152,62 +186,70 @@ def reconcile(
 class _Repaired:
     """The old and the new scales of one part (such as q) of a fused layer whose parts disagree.
 
-    weight: the part.
+    name: the name of the part.
+    part: the weight, and the number of the matrix in it.
     group: the name of the fused layer.
     largest: the part of the fused layer whose tensor scale all parts get.
 
     Raises CheckpointError if the tensor scale of the part or of ``largest`` is not a positive normal float32.
     """
 
-    def __init__(self, weight: Weight, group: str, largest: Weight, readers: Readers) -> None:
-        scale, shared = tensor_scale_of(readers, weight), tensor_scale_of(readers, largest)
+    def __init__(
+        self, name: str, part: tuple[Weight, int], group: str, largest: tuple[Weight, int], readers: Readers
+    ) -> None:
+        self.name, self.group, (self.weight, self.expert) = name, group, part
+        scale, shared = tensor_scale_of(readers, *part), tensor_scale_of(readers, *largest)
         assert scale is not None and shared is not None
         if not usable_tensor_scale(scale) or not usable_tensor_scale(shared):
             text = f"tensor scale {scale} is not a positive normal float32; convert the model again"
-            raise CheckpointError(f"{shown(weight.name)}: {text}")
-        self.weight, self.group, self.shared, self.scale = weight, group, shared, scale
-        self.form = weight.form
-        self.old: npt.NDArray[np.uint8] = readers.array(weight.parts[SCALES])
-        self.new = self._rescaled()
-        self.was = scalar_of(readers, weight, TENSOR_SCALE)
+            raise CheckpointError(f"{shown(name)}: {text}")
+        self.shared, self.scale, form = shared, scale, self.weight.form
+        self.was = scalar_of(readers, self.weight, TENSOR_SCALE, self.expert)
         # Copy the largest part's stored number: the reciprocal of a divisor's reciprocal may differ from the divisor.
-        self.stored = scalar_of(readers, largest, TENSOR_SCALE)
-        if largest.form.direction != self.form.direction:
-            self.stored = np.float32(1) / shared if self.form.divides else shared
+        self.stored = scalar_of(readers, largest[0], TENSOR_SCALE, largest[1])
+        if largest[0].form.direction != form.direction:
+            self.stored = np.float32(1) / shared if form.divides else shared
 
-    @ieee("reconcile")
-    def _rescaled(self) -> npt.NDArray[np.uint8]:
-        """Return the E4M3 codes of block_scale * (scale / shared)."""
-        assert self.form.scale is not None
-        found: npt.NDArray[np.uint8] = self.form.scale.encode(
-            self.form.scale.values[self.old] * (self.scale / self.shared)
-        )
-        return found
+    def fold(self, slab: Slab) -> tuple[npt.NDArray[np.uint8], Folding]:
+        """Return the new block scales of some rows, and what became of them."""
+        return folded(self.weight, slab, self.shared, self.stored if self.weight.form.divides else None)
 
-    def tensors(self) -> Iterator[tuple[str, np.ndarray]]:
-        """Yield (tensor name, new array) for the block scales, then for the tensor scale."""
-        yield self.weight.parts[SCALES].entry.name, self.new
-        yield self.weight.parts[TENSOR_SCALE].entry.name, np.array([self.stored], np.float32)
+    def put_into(self, arrays: dict[str, np.ndarray], readers: Readers) -> None:
+        """Put the new scales into ``arrays``, which map tensor names to arrays."""
+        for part in (SCALES, TENSOR_SCALE):
+            place = self.weight.parts[part]
+            if place.entry.name not in arrays:
+                arrays[place.entry.name] = readers.array(place)
+        arrays[self.weight.parts[TENSOR_SCALE].entry.name].reshape(-1)[self.expert] = self.stored
+        scales = arrays[self.weight.parts[SCALES].entry.name]
+        matrix = scales if len(self.weight.shape) == 2 else scales[self.expert]
+        for slab in slabs(readers, self.weight, self.expert):
+            rows = slice(slab.start, slab.start + len(slab.scales))
+            new = self.fold(slab)[0]
+            if self.weight.transposed:
+                matrix[:, rows] = new.T
+            else:
+                matrix[rows] = new
 
     def report(self, readers: Readers) -> Repair:
         """Return a Repair with the changes of the scales and the SQNR of the new values."""
-        assert self.form.scale is not None
-        rows, columns = self.weight.shape
-        width = columns * self.form.element.bits // 8
+        form, loss, size, changed, lost = self.weight.form, Folding(), 0, 0, 0
+        assert form.scale is not None
+        magnitudes = ~np.uint8(form.scale.sign_bit)
         signal = noise = 0.0
-        for part in row_chunks(rows, columns):
-            raw = readers.bytes(self.weight.parts[CODES], part.start * width, (part.stop - part.start) * width)
-            codes = codes_of(self.form, raw.reshape(-1, width))
-            old, new = (self.was, self.stored) if self.form.divides else (None, None)
-            before = decode(self.form, codes, self.old[part], self.scale, old).astype(np.float64)
-            after = decode(self.form, codes, self.new[part], self.shared, new)
+        for slab in slabs(readers, self.weight, self.expert):
+            new, found = self.fold(slab)
+            old = np.asarray(slab.scales).view(np.uint8)
+            loss, size = loss.plus(found), size + old.size
+            changed += int(np.count_nonzero(old != new))
+            lost += int(np.count_nonzero((old & magnitudes != 0) & (new & magnitudes == 0)))
+            divisor = self.stored if form.divides else None
+            after = values_of(self.weight, slab._replace(scales=new, tensor_scale=self.shared, divisor=divisor))
+            before = values_of(self.weight, slab).astype(np.float64)
             signal += float(np.sum(before**2))
             noise += float(np.sum((before - after) ** 2))
-        magnitudes = ~np.uint8(self.form.scale.sign_bit)
-        lost = int(np.count_nonzero((self.old & magnitudes != 0) & (self.new & magnitudes == 0)))
-        changed = int(np.count_nonzero(self.old != self.new))
-        scales = float(self.scale), float(self.shared)
-        return Repair(self.weight.name, self.group, *scales, self.old.size, changed, lost, sqnr_db(signal, noise))
+        scales, db = (float(self.scale), float(self.shared)), sqnr_db(signal, noise)
+        return Repair(self.name, self.group, *scales, size, changed, lost, loss.changed, loss.largest_error, db)
 
 
 def _write(
@@ -228,7 +270,9 @@ def _write(
     configs = {name: model_files.existing_file(model.root, name) for name in own}
     staging.check_destination(model.root, target)
     staging.check_space(target, sum(file.size for file in model.files) + sum(file.nbytes for file in beside.copied))
-    new = {name: array for one in changed.values() for name, array in one.tensors()}
+    new: dict[str, np.ndarray] = {}
+    for one in changed.values():
+        one.put_into(new, readers)
     with staging.staged_directory(target, paths={model.files[0].name: target} if is_file else None) as stage:
         for file in model.files:
             with SafetensorsWriter(stage.folder / file.name, file.entries, file.metadata) as writer:

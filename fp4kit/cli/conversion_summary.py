@@ -68,7 +68,8 @@ def _error(report: ConversionReport) -> SampledError | None:
     if not {QUANTIZE, REQUANTIZE, MERGE} & report.actions.keys():
         return None
     try:
-        found = sampled_error(report.destination, report.plan.source, report.plan.request.adapter)
+        plan = report.plan
+        found = sampled_error(report.destination, plan.source, plan.request.adapter, plan.made_from)
     except (CheckpointError, OSError):
         return None
     return found if found.layers else None
@@ -139,6 +140,10 @@ def lines_of(report: ConversionReport, summary: Summary) -> Iterator[str]:
         yield f"rejected by {engine}: {why}"
     if summary.serve:
         yield f"serve: {summary.serve}"
+    if plan.gguf is not None:
+        paths = " ".join(shlex.quote(str(path)) for path in (plan.source.root, report.destination))
+        yield f"next: fp4kit compare {paths}"
+        return
     paths = " --source ".join(shlex.quote(str(path)) for path in (report.destination, plan.source.root))
     adapter = plan.request.adapter
     yield f"next: fp4kit verify {paths}{'' if adapter is None else f' --adapter {shlex.quote(str(adapter.root))}'}"

@@ -8,6 +8,7 @@ import argparse
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial, reduce
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from fp4kit.checkpoint.convert.convert import (
     check_gguf_name,
     execute,
     finished_before,
+    format_for,
     memory_per_process,
     notes_on_file,
     paths_to_write,
@@ -35,6 +37,7 @@ from fp4kit.checkpoint.executors import Options, cluster
 from fp4kit.checkpoint.findings import findings_of_plan, is_one_file, lines_of
 from fp4kit.checkpoint.model.statistics import sqnr_db
 from fp4kit.checkpoint.plan.assign_recipes import CANDIDATES, KEEP, Assignment, assign_recipes, shown_points
+from fp4kit.checkpoint.plan.gguf_model import GGUF
 from fp4kit.checkpoint.plan.make_plan import make_plan
 from fp4kit.checkpoint.plan.plan import Plan
 from fp4kit.checkpoint.plan.request import OPTIONS, RequestOptions
@@ -46,7 +49,6 @@ from fp4kit.cli.output import Output
 from fp4kit.storage.files import CheckpointError, shown
 from fp4kit.storage.gguf_file import is_gguf
 
-_TO_GGUF = "; make a GGUF file of the directory with convert_hf_to_gguf.py of llama.cpp, then convert that file"
 _BY_ENGINE = "; leave --format out, which writes the format that most engines load"
 # option that users may try although it does not exist -> the end of the error message
 _OPTION_HINTS = {
@@ -59,7 +61,6 @@ _OPTION_HINTS = {
 }
 # value of --format that users may try although it is no format -> the end of the error message
 _FORMAT_HINTS = {
-    "gguf": _TO_GGUF,
     **dict.fromkeys(("vllm", "sglang", "transformers", "safetensors", "hf"), _BY_ENGINE),
     **{name: f"; formats are containers; use --recipe {name}" for name in ("nvfp4", "mxfp4", "mxfp8")},
 }
@@ -150,7 +151,8 @@ def _convert(args: argparse.Namespace, out: Output) -> int:
         out.document("convert.stale/1", {"destination": destination, "removed": _remove_stale(args, destination, out)})
         return DONE
     if not args.demo and len(args.paths) == 2 and Path(args.paths[0]).exists():
-        check_gguf_name(is_gguf(Path(args.paths[0])), destination)
+        args.format = format_for(Path(args.paths[0]), destination, args.format)
+        check_gguf_name(is_gguf(Path(args.paths[0])) or args.format == GGUF, destination)
     assignment = _assignment(args, out)
     plan = _plan(args, assignment)
     if args.remove_stale:
@@ -226,6 +228,10 @@ def _run(
         "actions": report.actions,
         "inexact": report.inexact,
         "changed": [{"name": name, **changes._asdict()} for name, changes in report.changes.items()],
+        "decoded": [
+            {"name": name, "values": one.values, "largest_error": one.largest_error}
+            for name, one in report.decoded.items()
+        ],
         "replaced": report.replaced,
         "lost": report.losses,
         "searched": [{"name": name, **_decibels(losses)} for name, losses in report.gains.items()],
@@ -506,21 +512,24 @@ _MOST_DOUBTS = 5  # how many layers with doubtful scales are listed
 def _print_losses(out: Output, report: ConversionReport, changed: Sequence[Mapping]) -> None:
     """Print what the conversion lost: codes that could not be kept, doubtful scales, and values that were replaced."""
     again = [name for name in report.inexact if name not in report.changes]
-    rescaled = report.actions.get("rescale", 0)
-    total = sum(report.actions.get(action, 0) for action in ("cast", "carry", "rescale")) + len(again)
+    rescaled, folds = (report.actions.get(action, 0) for action in ("rescale", "fold"))
+    total = sum(report.actions.get(action, 0) for action in ("cast", "carry", "fold", "rescale")) + len(again)
     if rescaled and not changed:
         out.line(f"all values of {rescaled} layers are unchanged: their new scales are powers of two")
+    if folds and not changed:
+        out.line(f"all values of {folds} layers are unchanged: their block scales hold the tensor scale")
     if again:
         out.line(
             f"{len(again)} of {total} layers could not keep their codes, because the new format cannot hold their"
             " scales; they were quantized again"
         )
+    _print_decoded(out, report)
     if changed:
         counts = {"#new blocks": "{blocks}", "#changed values": "{values}", "#largest error": "{largest_error:.3g}"}
         out.records(changed, {"layer": "{name}", **counts})
         out.line(
             f"{len(changed)} of {total} layers have blocks whose scales the new format cannot hold;"
-            f" only {'the values of these blocks were rounded' if rescaled else 'these blocks have new codes'}"
+            f" only {'the values of these blocks were rounded' if rescaled or folds else 'these blocks have new codes'}"
         )
     for texts, what in ((report.losses, "lost their values"), (report.doubts, "have doubtful scales")):
         out.lines(f"warning: {text}" for text in texts[:_MOST_DOUBTS])
@@ -530,6 +539,20 @@ def _print_losses(out: Output, report: ConversionReport, changed: Sequence[Mappi
         out.line(f"{report.replaced} values were NaN or infinite and were replaced")
 
 
+def _print_decoded(out: Output, report: ConversionReport) -> None:
+    """Print in which dtype the layers are that a GGUF file cannot hold as they are, and what this changed."""
+    sizes = {piece.module: prod(piece.outputs[0].shape) for tensor in report.plan.tensors for piece in tensor.pieces}
+    lossy = {name: one for name, one in report.decoded.items() if one.values}
+    if not report.decoded:
+        return
+    rows = [{"name": name, "of": f"{one.values} of {sizes[name]}", **one._asdict()} for name, one in lossy.items()]
+    columns = {"layer": "{name}", "#rounded values": "{of}", "#largest error": "{largest_error:.3g}"}
+    out.records(sorted(rows, key=lambda row: -row["largest_error"])[:_MOST_MERGED], columns)
+    count, dtype, exact = len(report.decoded), report.plan.request.fp8_as.upper(), len(report.decoded) - len(lossy)
+    more = "; --fp8-as f32 is exact" if lossy else ""
+    out.line(f"{count} layers in {dtype}, as GGUF has no such type: {exact} exact, {len(lossy)} lossy{more}")
+
+
 _PATHS = "the model directory, safetensors file or GGUF file to read, and the new one to write"
 _SEARCHED = "fp4kit convert model-f16.gguf model-nvfp4.gguf --recipe nvfp4-gguf"
 
@@ -537,7 +560,7 @@ COMMANDS = {
     "convert": Command(
         _convert,
         "Quantize a Hugging Face model directory, a safetensors file or a GGUF file, or convert a"
-        " quantized model to another format.",
+        " quantized model to another format, such as GGUF.",
         {
             "fp4kit convert --demo tiny": "quantize a small demo model, to see how it works",
             "fp4kit convert Llama Llama-NVFP4": "quantize a Hugging Face model directory with nvfp4-te",
@@ -559,6 +582,7 @@ COMMANDS = {
             "fp4kit convert Llama Llama-W4A4 --activations act.safetensors": (
                 "also write input scales, so that engines quantize activations"
             ),
+            "fp4kit convert Llama-NVFP4 llama-nvfp4.gguf": "write a GGUF file with the codes of a model directory",
             _SEARCHED: "quantize a GGUF file",
             f"{_SEARCHED} --scale-search mse --imatrix imatrix.gguf": (
                 "search its block scales, weighted by an importance matrix"

@@ -266,12 +266,12 @@ def _reconcile(args: argparse.Namespace, out: Output) -> int:
         raise CheckpointError(f"got {got}; give SRC and DST to write, or --dry-run and SRC to write nothing")
     total = sum(nbytes for _, nbytes in inspect_checkpoint(args.source).totals.values())
     with out.progress("writing", total) as tick:
-        found = reconcile(args.source, args.destination, tick, args.ignore)
-    repairs = [vars(repair) for repair in found.repairs]
+        found = reconcile(args.source, args.destination, tick, args.ignore, args.experts)
+    repairs = [{**vars(repair), "loss": repair.loss} for repair in found.repairs]
     out.document("reconcile/1", {**vars(found), "repairs": repairs})
     columns = {"layer": "{name}", "#tensor scale": "{before:.6g}", "#new one": "{after:.6g}"}
     counts = {"#scales changed": "{changed}", "#underflow": "{underflow}", "#SQNR dB": "{sqnr_db:.2f}"}
-    out.records(repairs, {**columns, **counts})
+    out.records(repairs, {**columns, **counts, "loss": "{loss}"})
     count = f"{len(repairs)} layers, parts of {found.groups} fused layers"
     if not repairs:
         out.line(f"{found.groups} fused layers; the parts of each have one tensor scale; nothing to write")
@@ -428,8 +428,9 @@ COMMANDS = {
     ),
     "reconcile": Command(
         _reconcile,
-        "Repair an NVFP4 checkpoint in which the parts of a fused layer (q/k/v, gate/up) have different"
-        " tensor scales: give all parts the largest of these scales, and change their block scales accordingly.",
+        "Repair an NVFP4 checkpoint in which the parts of a fused layer (q/k/v, gate/up, or all experts) have"
+        " different tensor scales: give all parts the largest of these scales, and change their block scales"
+        " accordingly. The loss of each layer is printed: exact if no value changes.",
         {
             "fp4kit reconcile --dry-run Llama-NVFP4": "print which layers would change",
             "fp4kit reconcile Llama-NVFP4 Llama-repaired": "write the repaired model",
@@ -438,7 +439,13 @@ COMMANDS = {
             path_flag("source", "SRC", "directory of the quantized model"),
             path_flag("destination", "DST", "new directory; written only if something changes", nargs="?"),
             *flags_of("ignore"),
-            flag("--dry-run", "print what would change, and write nothing", action="store_true"),
+            flag(
+                "--experts",
+                "also give all experts of a layer one tensor scale, gate and up together, for engines that keep one for"
+                " them all",
+                action="store_true",
+            ),
+            flag("--dry-run", "print what would change and the exact loss, and write nothing", action="store_true"),
         ],
         writes=lambda args: Path(args.destination) if args.destination else None,
         parser={"usage": "fp4kit reconcile SRC DST\n       fp4kit reconcile --dry-run SRC"},

@@ -18,7 +18,7 @@ import stat
 import struct
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -43,7 +43,7 @@ _NO_MAGIC = "it does not begin with GGUF"
 _VERSIONS = (2, 3)
 ALIGNMENT = 32  # bytes, if the key general.alignment is absent
 _ALIGNMENT_KEY = "general.alignment"
-UINT16, INT32, STRING, ARRAY = 2, 5, 8, 9  # the numbers that stand for types of values in GGUF
+UINT16, INT32, BOOL, STRING, ARRAY = 2, 5, 7, 8, 9  # the numbers that stand for types of values in GGUF
 # number of a type of values -> its name, and its form for struct; "" for a string
 _TYPES = {
     0: ("uint8", "<B"),
@@ -53,7 +53,7 @@ _TYPES = {
     4: ("uint32", "<I"),
     INT32: ("int32", "<i"),
     6: ("float32", "<f"),
-    7: ("bool", "<?"),
+    BOOL: ("bool", "<?"),
     STRING: ("string", ""),
     10: ("uint64", "<Q"),
     11: ("int64", "<q"),
@@ -84,12 +84,14 @@ class GgufFile(SafetensorsFile):
         alignment: tensors begin at multiples of this number of bytes.
         data_start: position in the file at which the bytes of the tensors begin.
         fields: the position of each key and its value in the file.
+        head: the bytes of the header, if they are not in a file at ``path``; otherwise b"".
     """
 
     version: int = 3
     alignment: int = ALIGNMENT
     data_start: int = 0
     fields: tuple[Field, ...] = ()
+    head: bytes = field(default=b"", repr=False)
 
 
 def is_gguf(path: Path) -> bool:
@@ -265,7 +267,7 @@ class _HeaderReader:
         return tuple(found.values())
 
 
-Value = str | np.uint16 | np.int32  # a value to write for a key in the header
+Value = str | np.uint16 | np.int32 | tuple[str, ...] | tuple[bool, ...]  # a value to write for a key in the header
 
 
 def gguf_header(
@@ -274,15 +276,14 @@ def gguf_header(
     keys: Mapping[str, Value],
     dropped: Collection[str] = (),
     takes_keys: bool = True,
+    values: Mapping[str, bytes] | None = None,
 ) -> tuple[bytes, dict[str, int], int]:
-    """Return (header, positions, size) of a new GGUF file."""
+    """Return (header, positions, size) of a new GGUF file. The header includes the ``values`` of the first tensors."""
     alignment = file.alignment if takes_keys else ALIGNMENT
-    copied = [field for field in file.fields if takes_keys and field.key not in keys and field.key not in dropped]
-    head = bytearray()
-    with file.path.open("rb") as stream:
-        for field in copied:
-            stream.seek(field.start)
-            head += stream.read(field.end - field.start)
+    copied = [one for one in file.fields if takes_keys and one.key not in keys and one.key not in dropped]
+    head, old = bytearray(), file.head or _head_of(file)
+    for one in copied:
+        head += old[one.start : one.end]
     for key, value in keys.items():
         head += _string(key) + _value(value)
     head[:0] = MAGIC + struct.pack("<IQQ", file.version, len(specs), len(copied) + len(keys))
@@ -293,14 +294,24 @@ def gguf_header(
         head += struct.pack("<IQ", NUMBER_OF[spec.dtype], end)
         end = _aligned(end + nbytes_of(spec.dtype, spec.shape), alignment)
     start = _aligned(len(head), alignment)
-    head += bytes(start - len(head))
+    for data in (values or {}).values():
+        head += bytes(-len(head) % alignment) + data
+    head += bytes(max(start - len(head), 0))
     return bytes(head), {name: start + offset for name, offset in offsets.items()}, start + end
 
 
+def _head_of(file: GgufFile) -> bytes:
+    with file.path.open("rb") as stream:
+        return stream.read(file.data_start)
+
+
 def _value(value: Value) -> bytes:
-    """Return a value as GGUF stores it: its type (u32), then a string, or the little-endian bytes of a number."""
+    """Return a value as GGUF stores it: its type (u32), then a string, an array, or the bytes of a number."""
     if isinstance(value, str):
         return struct.pack("<I", STRING) + _string(value)
+    if isinstance(value, tuple):
+        items = b"".join(_string(one) if isinstance(one, str) else bytes([one]) for one in value)
+        return struct.pack("<IIQ", ARRAY, STRING if isinstance(value[0], str) else BOOL, len(value)) + items
     kind, form = (UINT16, "<H") if isinstance(value, np.uint16) else (INT32, "<i")
     return struct.pack("<I", kind) + struct.pack(form, int(value))
 

@@ -435,7 +435,7 @@ DECLARATIONS = {
     "deepseek-v4": _Declaration(_DEEPSEEK_V4, (), _require_deepseek_v4),
 }
 FORMATS = (*DECLARATIONS, "bf16")
-ALL_FORMATS = (*FORMATS, "mlx", "comfy")  # the modules in loaders/ cover FORMATS only
+ALL_FORMATS = (*FORMATS, "mlx", "comfy", "gguf")  # the modules in loaders/ cover FORMATS only
 # The containers that a conversion with one of FORMATS can write. No engine loads Model-Optimizer's MXFP4.
 _UNREAD = table.MODELOPT_MXFP4
 WRITTEN = tuple(one for format in FORMATS for one in CONTAINERS if one.format == format and one != _UNREAD)

@@ -289,6 +289,12 @@ class Container:
         """Return whether a layer can move to the container ``other`` with the same codes and block scales."""
         return self._values == other._values and self.has_tensor_scale <= other.has_tensor_scale
 
+    def folds_into(self, other: Container) -> bool:
+        """Return whether a layer keeps its codes in ``other``, which has no place for its tensor scale."""
+        return (
+            self._values == other._values and self.scale is not None and self.has_tensor_scale > other.has_tensor_scale
+        )
+
     @property
     def _values(self) -> tuple[object, ...]:
         # For FP8 with one scale per layer or per row, the kind stands for the block, which is (1, 0) in both.

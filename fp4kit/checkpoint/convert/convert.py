@@ -24,6 +24,7 @@ from fp4kit.checkpoint.contract import contract_of_plan
 from fp4kit.checkpoint.convert import run_jobs
 from fp4kit.checkpoint.convert.job import (
     CARRY,
+    DEQUANTIZE,
     MERGE,
     RENAME,
     REQUANTIZE,
@@ -43,6 +44,7 @@ from fp4kit.checkpoint.model.doubts import CERTAIN, SWAPPED_NIBBLES, swapped_lay
 from fp4kit.checkpoint.model.slabs import SLAB_BYTES
 from fp4kit.checkpoint.model.statistics import doubt_about
 from fp4kit.checkpoint.model.weights import weights_of
+from fp4kit.checkpoint.plan.gguf_model import GGUF
 from fp4kit.checkpoint.plan.make_plan import make_plan
 from fp4kit.checkpoint.plan.plan import OutputFile, Plan, check_target, configs, final_path, jobs_of
 from fp4kit.checkpoint.plan.request import RequestOptions, takes_options
@@ -116,11 +118,11 @@ class ConversionReport:
 
         Their values changed because the new format cannot hold all scales of the layer. Either the whole layer was
         requantized, or only the blocks with such scales (see ``changes``). Layers that the plan itself requantizes or
-        merges are not included.
+        merges are not included, nor those that it decodes.
         """
         planned = {piece.module: tensor.action for tensor in self.plan.tensors for piece in tensor.pieces}
         lossy = dict.fromkeys(one.layer for one in self.done if one.action == REQUANTIZE or one.changes.values)
-        return tuple(name for name in lossy if planned[name] not in (REQUANTIZE, MERGE))
+        return tuple(name for name in lossy if planned[name] not in (REQUANTIZE, MERGE, DEQUANTIZE))
 
     @lazy_property
     def changes(self) -> dict[str, Changes]:
@@ -130,6 +132,16 @@ class ConversionReport:
         layers with blocks whose scales NVFP4 cannot hold are present.
         """
         return _sums((one.layer, one.changes) for one in self.done if one.changes.blocks)
+
+    @lazy_property
+    def decoded(self) -> dict[str, Changes]:
+        """Layer name -> the changes by rounding, for the quantized layers that a GGUF file cannot hold as they are.
+
+        Such a layer, in FP8 for example, is decoded and written in the dtype of ``fp8_as``. It is exact if its Changes
+        have no changed values. The dict is empty for all other output.
+        """
+        keys = {job.key for job in jobs_of(self.plan, _nowhere(self.plan)) if job.counts}
+        return _sums((one.layer, one.changes) for one in self.done if one.key in keys)
 
     @lazy_property
     def gains(self) -> dict[str, Losses]:
@@ -232,7 +244,8 @@ def convert(
         recipe: the recipe for newly quantized tensors, or its id. None follows a quantized source, whose layers then
             keep their codes, and is nvfp4-te otherwise.
         format: the output format, such as "modelopt", or "bf16" to decode all layers. None chooses that of a quantized
-            source or, if it cannot store the recipe or there is none, the format that most engines load.
+            source or, if it cannot store the recipe or there is none, the format that most engines load; "gguf" if a
+            model directory becomes a file whose name ends in .gguf.
         wishes: which layers to quantize; None for all linear layers.
         input_scale: a positive activation scale to write for every layer; None to write none.
         requantize: True to allow changing the values of layers that are already quantized.
@@ -254,6 +267,7 @@ def convert(
         adapter: the directory of a LoRA adapter whose updates are added to the weights first; None for none.
         adapter_scales: "nearest", "base" or "new": the block scales of quantized layers with an update.
         allow_loss: True to write layers even if they lose their values.
+        fp8_as: "bf16", "q8_0" or "f32": the dtype of quantized layers that a GGUF file cannot hold as they are.
         engine, scheme: the engine that will serve the model and a scheme of fp4kit.servings(); None for none.
 
     The function make_plan describes ``recipe``, ``format`` and all later arguments in full.
@@ -281,6 +295,7 @@ def convert(
         There are two exceptions: the tensor scale of all-zero tensors and groups is 1, and ``search`` may choose other
         block scales.
     """
+    request["format"] = format_for(Path(source), Path(destination), request.get("format"))
     plan = make_plan(source, recipe, **request)
     return execute(plan, destination, options)
 
@@ -342,15 +357,21 @@ def _check_file(plan: Plan, target: Path) -> None:
         )
 
 
+def format_for(source: Path, destination: Path, format: str | None) -> str | None:
+    """Return the output format: ``format``, or "gguf" if it is None and a directory becomes a file that ends so."""
+    is_new_gguf = format is None and source.is_dir() and destination.suffix.lower() == f".{GGUF}"
+    return GGUF if is_new_gguf else format
+
+
 def check_gguf_name(is_gguf: bool, target: Path) -> None:
-    """Raise CheckpointError if ``target`` ends in .gguf but the source is no GGUF file, or the other way round."""
-    if (target.suffix.lower() == ".gguf") == is_gguf:
+    """Raise CheckpointError if ``target`` ends in .gguf but the result is no GGUF file, or the other way round."""
+    if (target.suffix.lower() == f".{GGUF}") == is_gguf:
         return
     if is_gguf:
-        raise CheckpointError(f"{target}: a GGUF file becomes a GGUF file, whose name ends in .gguf")
+        raise CheckpointError(f"{target}: the result is a GGUF file, whose name ends in .gguf")
     raise CheckpointError(
-        f"{target}: a model directory becomes a directory; convert_hf_to_gguf.py of llama.cpp makes a GGUF file of it;"
-        " then run fp4kit convert FILE.gguf DST.gguf, with --codes DIR to take the codes of a quantized DIR"
+        f"{target}: only a GGUF file, or a model directory with --format {GGUF}, becomes a GGUF file; give the"
+        " destination another name"
     )
 
 
@@ -437,7 +458,7 @@ def _nowhere(plan: Plan) -> dict[str, tuple[Path, int]]:
 
 def bytes_to_write(plan: Plan) -> int:
     """Return the size in bytes of the result: its tensors, and the files that are copied unchanged."""
-    return plan.bytes_out + sum(file.nbytes for file in plan.auxiliary.copied)
+    return plan.bytes_out + (0 if plan.is_file else sum(file.nbytes for file in plan.auxiliary.copied))
 
 
 def memory_per_process(plan: Plan) -> int:
@@ -497,7 +518,7 @@ class _Run:
         path = self.folder / self.plan.files[0].name if self.is_file else self.folder
         request = self.plan.request
         is_weighted = request.search is not None and bool(request.search.columns)
-        found = sampled_losses(path, self.plan.source, names, request.adapter, is_weighted)
+        found = sampled_losses(path, self.plan.source, names, request.adapter, is_weighted, self.plan.made_from)
         if found and not self.plan.request.allow_loss:
             raise CheckpointError(
                 f"{listed([name for name, _ in found])}: {found[0][1]}; --keep NAME leaves a layer unquantized,"
@@ -570,7 +591,7 @@ class _Run:
 def _lay_out(plan: Plan, file: OutputFile, folder: Path) -> dict[str, tuple[Path, int]]:
     """Create an output file with its final size and its header, so that jobs can write into it in any order."""
     path = folder / file.name
-    header, places, position = file.header(plan.source)
+    header, places, position = file.header(plan.first_file)
     found = {name: (path, at) for name, at in places.items()}
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:

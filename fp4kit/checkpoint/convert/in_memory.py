@@ -25,7 +25,7 @@ from fp4kit.checkpoint.model.closed_world import is_known_beside
 from fp4kit.checkpoint.model.doubts import named_twice
 from fp4kit.checkpoint.model.weights import Weight, has_transposed_stacks, looks_quantized, pieces, stack_shape
 from fp4kit.checkpoint.plan.layer_recipes import LayerQuantization, Mixture, check_input_scale, experts_only
-from fp4kit.checkpoint.plan.request import UNQUANTIZED, Request
+from fp4kit.checkpoint.plan.request import GGUF, UNQUANTIZED, Request
 from fp4kit.checkpoint.plan.scale_search import Activations
 from fp4kit.checkpoint.plan.source_layers import stacks_trouble
 from fp4kit.checkpoint.selection import selection
@@ -92,8 +92,8 @@ class Rules:
             raise CheckpointError(
                 "format bf16: the tensors are unquantized already; do not call convert_tensors for it"
             )
-        if self.format == comfy.FORMAT:
-            raise CheckpointError("format comfy: convert_tensors does not write files of ComfyUI; use convert")
+        if self.format in (comfy.FORMAT, GGUF):
+            raise CheckpointError(f"format {self.format}: convert_tensors does not write such files; use convert")
         if self.form.format == mlx.FORMAT:  # reject an unsuitable model before the first tensor is converted
             mlx.check(self.config, ())
         if self.recipes:

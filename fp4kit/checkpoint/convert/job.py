@@ -8,6 +8,8 @@ Actions, the values of Job.action:
   rename: keep codes and scales. Only their names, their layout or the direction of the tensor scale change.
   cast: convert MXFP4 to NVFP4. Codes are kept, except in blocks whose scales NVFP4 cannot hold.
   carry: convert FP8 with 128x128 scales to MXFP8. Codes are kept, which needs scales that are powers of two.
+  fold: drop the tensor scale of NVFP4, by which block scales are multiplied. Codes are kept, and values where the
+    format of block scales holds the products.
   rescale: convert MXFP4 or MXFP8 to FP8 or MXFP8. Values are kept where powers of two as scales allow it.
   requantize: decode, then quantize.
   merge: decode, add an adapter's update, and quantize again with the scales of the source or better ones. A layer
@@ -34,7 +36,7 @@ from fp4kit.storage.files import CheckpointError, shown
 
 NONFINITE = ("error", "keep", "saturate")
 COPY, QUANTIZE, RENAME, CAST, CARRY = "copy", "quantize", "rename", "cast", "carry"
-RESCALE, REQUANTIZE, DEQUANTIZE, MERGE = "rescale", "requantize", "dequantize", "merge"
+FOLD, RESCALE, REQUANTIZE, DEQUANTIZE, MERGE = "fold", "rescale", "requantize", "dequantize", "merge"
 # Actions that may compute new codes. A search of block scales applies to these actions only.
 SEARCHED = (QUANTIZE, REQUANTIZE, CAST, MERGE)
 DEVICE_SLAB_BYTES = 32 << 20  # bytes of source elements per slab that is sent to a GPU
@@ -77,6 +79,8 @@ def action_of(weight: Weight, form: table.Container | None) -> str:
         return MERGE if plain and have.same_codes(form) else REQUANTIZE
     if have.same_codes(form) and (form.rounds or not is_rounded(weight)):
         return RENAME
+    if have.folds_into(form):
+        return FOLD
     if (have.kind, form.kind) == ("mxfp4", "nvfp4"):  # only a tensor scale brings exponents into the range of E4M3
         return CAST if form.has_tensor_scale else REQUANTIZE
     if (have.kind, form.kind) == ("fp8", "mxfp8"):
@@ -133,6 +137,7 @@ class Job:
         input_amax: the amax of the layer's inputs, from which its input scale is computed; None if it was not measured.
             A layer that keeps its codes also keeps its own input scale if it has one.
         merge_scales: for the action "merge", the block scales to use, one of ADAPTER_SCALES; otherwise "".
+        counts: True to count the values that decoding to the dtype of the output rounds.
     """
 
     key: str
@@ -152,6 +157,7 @@ class Job:
     columns: Located | ChannelWeights | None = None
     input_amax: float | None = None
     merge_scales: str = ""
+    counts: bool = False
 
     @property
     def name(self) -> str:
@@ -229,11 +235,11 @@ class Measured(NamedTuple):
 
 
 class Changes(NamedTuple):
-    """The numbers of blocks and values that a cast to NVFP4 or a rescaling to FP8 changed.
+    """The numbers of blocks and values that a cast, a fold, a rescaling or the rounding of decoded values changed.
 
     Attributes:
         blocks: the number of blocks that the recipe quantized again: MXFP4 blocks of 32 values whose scales NVFP4
-            cannot hold, or blocks of the new format that are not exact.
+            cannot hold, or blocks of the new format that are not exact. For a fold, the blocks whose scale changed.
         values: the number of values that changed in these blocks.
         largest_error: the largest |new - old| of these values; 0 if none changed.
     """
@@ -322,7 +328,7 @@ class Done(NamedTuple):
         action: the action that was taken. It may differ from ``Job.action``: a cast may become a requantization.
         replaced: the number of NaN and infinite values that were replaced.
         losses: the squared errors without and with the scale search; zeros if the job searched no block scales.
-        changes: what changed; zeros if the action was neither "cast" nor "rescale".
+        changes: what changed; zeros unless the action was "cast", "fold" or "rescale", or a "dequantize" that counts.
         survival: how much of an adapter's update is left; zeros if the job added no update.
         is_weak: True if many new blocks are zero, or have a scale at an end of its format, so that their values may be
             lost.

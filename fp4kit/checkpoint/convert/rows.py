@@ -20,8 +20,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import reduce
 from math import lcm
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import ml_dtypes
 import numpy as np
@@ -575,6 +576,97 @@ def _encoded(
     values = np.repeat(chosen, x.shape[1] // out.shape[1], axis=1)
     count, error = changed_values(x[values], dequantize(q, np.float32)[values])
     return codes, scales, Changes(int(np.count_nonzero(out)), count, float(error))
+
+
+class Folding(NamedTuple):
+    """What became of block scales when their tensor scale changed, and they with it, so that codes could stay.
+
+    The blocks are those with a nonzero code. The value of a block scale is its product with the tensor scale, float32.
+
+    Attributes:
+        scales: the number of block scales.
+        changed: the number of block scales whose value changed, because their format does not hold it.
+        underflow, saturated: how many of these became 0, or the largest value of the format.
+        largest_error: the largest |new - old| / |old| of the values; 0 if none changed.
+    """
+
+    scales: int = 0
+    changed: int = 0
+    underflow: int = 0
+    saturated: int = 0
+    largest_error: float = 0.0
+
+    def plus(self, other: Folding) -> Folding:
+        """Return what became of both."""
+        scales, changed, underflow, saturated = (a + b for a, b in zip(self[:4], other[:4], strict=True))
+        return Folding(scales, changed, underflow, saturated, max(self.largest_error, other.largest_error))
+
+    @property
+    def text(self) -> str:
+        """The loss in words: "exact" if no value changed."""
+        if not self.changed:
+            return "exact"
+        ends = [f"{n} {what}" for n, what in ((self.underflow, "become 0"), (self.saturated, "saturate")) if n]
+        more = f" ({', '.join(ends)})" if ends else ""
+        return f"{self.changed} of {self.scales} block scales change{more}, by up to {100 * self.largest_error:.3g}%"
+
+
+@ieee("fold")
+def folded(
+    weight: Weight, slab: Slab, shared: np.float32 | None = None, divisor: np.float32 | None = None
+) -> tuple[npt.NDArray[np.uint8], Folding]:
+    """Return the block scales of a slab for another tensor scale, and what became of them.
+
+    shared: the new tensor scale, by which decoding multiplies; None for a layer without one.
+    divisor: the new tensor scale, if decoding divides by it; then ``shared`` is its reciprocal.
+    """
+    scale = weight.form.scale
+    assert scale is not None and slab.scales is not None and slab.tensor_scale is not None
+    stored = scale.values[np.asarray(slab.scales).view(np.uint8)]
+    with np.errstate(all="ignore"):  # unusable scales are refused elsewhere
+        before = stored * slab.tensor_scale if slab.divisor is None else stored / slab.divisor
+        wanted = before if shared is None else stored * (slab.tensor_scale / shared)
+        codes: npt.NDArray[np.uint8] = scale.encode(wanted)
+        new = scale.values[codes]
+        after = new if shared is None else new * shared if divisor is None else new / divisor
+        used = _holds_something(weight, slab)
+        changed = used & (after != before)
+        errors = np.abs(after[changed].astype(np.float64) / before[changed] - 1)
+    masks = (used, changed, changed & (new == 0), changed & (np.abs(wanted) > scale.max))
+    scales, count, underflow, saturated = (int(np.count_nonzero(one)) for one in masks)
+    return codes, Folding(scales, count, underflow, saturated, float(errors.max(initial=0)))
+
+
+def write_folded(job: Job, readers: Readers, output: Sink) -> Changes:
+    """Write the codes of a job's weight, and its block scales multiplied by its tensor scale."""
+    changes, weight = Changes(), job.weight
+    for slab in slabs_of(job, readers):
+        scales, found = folded(weight, slab)
+        put_rows(job, output, slab.codes, scales)
+        if found.changed:
+            plain = slab._replace(scales=scales, tensor_scale=None, divisor=None)
+            count, error = changed_values(values_of(weight, slab), values_of(weight, plain))
+            changes = changes.plus(Changes(found.changed, count, float(error)))
+    write_scalars(job, readers, output, keeps_input_scale=True)
+    return changes
+
+
+def check_folded(weights: Iterable[Weight]) -> None:
+    """Raise CheckpointError if block scales cannot hold the tensor scales, with the loss of the first such weight."""
+    lossy: list[tuple[Weight, Folding]] = []
+    with Readers() as readers:
+        for weight in weights:
+            loss = Folding()
+            for expert in range(1 if weight.members else weight.experts):
+                loss = reduce(Folding.plus, (folded(weight, one)[1] for one in slabs(readers, weight, expert)), loss)
+            if loss.changed:
+                lossy.append((weight, loss))
+    if lossy:
+        (weight, loss), more = lossy[0], f" (and {len(lossy) - 1} more layers)" if len(lossy) > 1 else ""
+        raise CheckpointError(
+            f"{shown(weight.tensor)}: has a tensor scale, for which the output has no place; multiplied into the block"
+            f" scales: {loss.text}{more}; use --requantize to accept that, or leave the layer out with --keep"
+        )
 
 
 _SPAN = 14  # if the exponents of MXFP4 blocks within an FP8 block differ by at most this much, all codes are exact

@@ -30,6 +30,7 @@ from fp4kit.checkpoint.convert.job import (
     CARRY,
     CAST,
     DEQUANTIZE,
+    FOLD,
     MERGE,
     RENAME,
     RESCALE,
@@ -50,6 +51,7 @@ from fp4kit.checkpoint.convert.rows import (
     survival_of,
     write_carried,
     write_cast,
+    write_folded,
     write_merged,
     write_quantized,
     write_renamed,
@@ -63,13 +65,16 @@ from fp4kit.checkpoint.model.slabs import (
     Slab,
     columns_of,
     count_nonfinite,
+    decode_q8_0,
+    encode_q8_0,
     slabs,
     trouble_with_scales,
     values_of,
 )
 from fp4kit.checkpoint.model.statistics import amax_and_nonfinite, amax_and_nonfinite_on, reach_and_lost_blocks
-from fp4kit.checkpoint.model.weights import Located
+from fp4kit.checkpoint.model.weights import Q8_0, Located
 from fp4kit.checkpoint.plan.request import Request
+from fp4kit.reference.dequantize import changed_values
 from fp4kit.storage.files import MAX_BYTES, NUMPY_DTYPES, CheckpointError, SafetensorsFile, shown
 from fp4kit.storage.gguf_file import GgufFile
 
@@ -155,6 +160,9 @@ def produce(job: Job, shared: Measured | None, readers: Readers, output: Sink) -
         done = _dequantize(job, readers, output, None if values_are_kept else shared)
     elif action == RENAME:
         write_renamed(job, readers, output)
+    elif action == FOLD and values_are_kept:
+        changes = write_folded(job, readers, output)
+        done = done._replace(changes=changes, is_weak=4 * 16 * changes.blocks > prod(job.shape))
     elif action == RESCALE and values_are_kept:
         done = done._replace(changes=write_rescaled(job, readers, output))
     else:
@@ -179,17 +187,24 @@ def produce(job: Job, shared: Measured | None, readers: Readers, output: Sink) -
 
 def _dequantize(job: Job, readers: Readers, output: Sink, shared: Measured | None) -> Done:
     """Decode a weight, round its values to the dtype of the output tensor, and write them."""
-    dtype = NUMPY_DTYPES[job.targets[0].dtype]
-    replaced, survival = 0, Survival()
+    is_q8_0 = job.targets[0].dtype == Q8_0
+    dtype = np.dtype(np.float32) if is_q8_0 else NUMPY_DTYPES[job.targets[0].dtype]
+    replaced, survival, changes = 0, Survival(), Changes()
 
     def rounded(slab: Slab) -> np.ndarray:
-        nonlocal replaced
+        nonlocal replaced, changes
         values = values_of(job.weight, slab)
         if shared is not None:
             values, count = saturated(values, np.float32(shared.amax))
             replaced += count
         with np.errstate(over="ignore", invalid="ignore"):
-            return values.astype(dtype)
+            found = encode_q8_0(values) if is_q8_0 else values.astype(dtype)
+            if job.counts:
+                after = decode_q8_0(found, values.shape[1]) if is_q8_0 else found.astype(np.float32)
+                zero = np.float32(0)  # 8-bit integers have no -0
+                count, error = changed_values(values.astype(np.float32) + zero, after + zero)
+                changes = changes.plus(Changes(0, count, float(error)))
+        return found
 
     if not job.transposed:
         for slab in slabs(readers, job.weight, job.expert, job.span):
@@ -207,7 +222,7 @@ def _dequantize(job: Job, readers: Readers, output: Sink, shared: Measured | Non
                 at = slab.start - (job.span or (0,))[0]
                 part[:, at : at + len(values)] = values.T
             output.put(VALUES, part)
-    return Done(job.key, "", job.action, replaced, survival=survival)
+    return Done(job.key, "", job.action, replaced, changes=changes, survival=survival)
 
 
 class _Output:

@@ -41,8 +41,12 @@ from fp4kit.storage.files import (
 from fp4kit.storage.gguf_file import GgufFile
 
 
-def items_of(model: Source, weights: Mapping[str, Weight], ignore: Collection[str] = ()) -> tuple[Item, ...]:
-    """Return every item of an opened model, refused ones included: of its tensors, its configs, then its metadata."""
+def items_of(
+    model: Source, weights: Mapping[str, Weight], ignore: Collection[str] = (), more: Iterable[Item] = ()
+) -> tuple[Item, ...]:
+    """Return every item of an opened model, refused ones included: of its tensors, its configs, its metadata, and
+    ``more``.
+    """
     tensors, config, hf_quant_config = model.tensors, model.config, model.hf_quant_config or {}
     by_name = {weight.name: weight for weight in weights.values()}
     found = [
@@ -55,6 +59,8 @@ def items_of(model: Source, weights: Mapping[str, Weight], ignore: Collection[st
         found += config_entries.config_items(config, weights)
         found += config_entries.hf_quant_items(hf_quant_config, config, weights)
         found += _metadata_items(tensors, weights)
+    known = {item.name for item in found if item.group == REFUSED}
+    found += [item for item in more if item.name not in known]
     return tuple(
         item._replace(group=IGNORED)
         if item.group in (DOUBTFUL, REFUSED) and any(fnmatchcase(item.name, pattern) for pattern in ignore)
@@ -63,9 +69,11 @@ def items_of(model: Source, weights: Mapping[str, Weight], ignore: Collection[st
     )
 
 
-def check_model(model: Source, weights: Mapping[str, Weight], ignore: Collection[str] = ()) -> tuple[Item, ...]:
+def check_model(
+    model: Source, weights: Mapping[str, Weight], ignore: Collection[str] = (), more: Iterable[Item] = ()
+) -> tuple[Item, ...]:
     """Return every item (tensor, config key or metadata entry) of a model, after checking that none is refused."""
-    items = items_of(model, weights, ignore)
+    items = items_of(model, weights, ignore, more)
     check(items, ignore)
     return items
 

@@ -23,7 +23,7 @@ from fp4kit.layouts import unpack_gguf, unpacked, unswizzle_scales
 from fp4kit.recipes import RECIPES
 from fp4kit.reference.dequantize import dequantize_tile
 from fp4kit.reference.tensor_rules import TensorScale
-from fp4kit.storage.files import NUMPY_DTYPES, SafetensorsFile, TensorReader, nbytes_of
+from fp4kit.storage.files import NUMPY_DTYPES, CheckpointError, SafetensorsFile, TensorReader, nbytes_of
 
 
 # The update of a LoRA adapter is added as PEFT merges it: W + s (B A), with A [r, K] and B [N, r], all taken as
@@ -310,15 +310,21 @@ def _in_order(
 ) -> Iterator[Slab]:
     """Yield the slabs of a weight whose rows must be reordered within each attention head (see Weight.order)."""
     order, (first, end) = weight.order, span or (0, weight.shape[-2])
-    # Rows can only be reordered if no block spans several rows.
-    assert order is not None and (weight.container is None or weight.container.block[0] == 1)
+    assert order is not None
+    blocks = 1 if weight.container is None else weight.container.block[0]
     whole = first // order.head * order.head, -(-end // order.head) * order.head
-    plain, step = replace(weight, order=None), lcm(height, order.head)
+    plain, step = replace(weight, order=None), lcm(height, order.head, blocks)
+    whole = (whole[0] // blocks * blocks, min(-(-whole[1] // blocks) * blocks, weight.shape[-2]))
     found = (_joined(readers, weight),) if weight.members else slabs(readers, plain, expert, whole, step, max_bytes)
     for slab in found:
+        stored = slab
+        if blocks > 1:  # blocks that span several rows are decoded before their rows are reordered
+            values = values_of(weight, slab._replace(update=None, rotation=None))
+            slab = slab._replace(values=values, codes=None, scales=None)
         count = len(slab.codes if slab.values is None else slab.values)
         low, high = max(first - slab.start, 0), min(end - slab.start, count)
-        yield slab.rows(order.sources(count)[low:high])._replace(start=slab.start + low)
+        ordered = slab.rows(order.sources(count)[low:high])._replace(start=slab.start + low)
+        yield ordered if blocks == 1 else ordered._replace(codes=stored.codes, scales=stored.scales)
 
 
 def _of_members(readers: Readers, weight: Weight, span: Span, height: int, max_bytes: int | None) -> Iterator[Slab]:
@@ -349,7 +355,7 @@ def _values(readers: Readers, weight: Weight, expert: int, start: int, count: in
     """Read and return rows of an unquantized matrix in their stored dtype."""
     rows, columns = weight.shape[-2:]
     if weight.dtype == Q8_0:
-        return _decode_q8_0(_whole_rows(readers, weight.located, expert * rows + start, count), columns)
+        return decode_q8_0(_whole_rows(readers, weight.located, expert * rows + start, count), columns)
     dtype = NUMPY_DTYPES[weight.dtype]
     width = columns * dtype.itemsize
     raw = readers.bytes(weight.located, (expert * rows + start) * width, count * width)
@@ -362,12 +368,26 @@ def _whole_rows(readers: Readers, place: Located, start: int, count: int) -> npt
     return readers.bytes(place, start * width, count * width).reshape(count, width)
 
 
-def _decode_q8_0(raw: npt.NDArray[np.uint8], columns: int) -> npt.NDArray[np.float32]:
+def decode_q8_0(raw: npt.NDArray[np.uint8], columns: int) -> npt.NDArray[np.float32]:
     """Return the float32 values of Q8_0 rows, (rows, columns)."""
     blocks = raw.reshape(len(raw), -1, 34)
     scales = np.ascontiguousarray(blocks[..., :2]).view(np.float16).astype(np.float32)
     with np.errstate(invalid="ignore"):  # an infinite scale times 0 is NaN
         return (blocks[..., 2:].view(np.int8).astype(np.float32) * scales).reshape(len(raw), columns)
+
+
+def encode_q8_0(values: np.ndarray) -> npt.NDArray[np.uint8]:
+    """Return rows in Q8_0, as bytes (rows, bytes per row), as llama.cpp quantizes them (quantize_row_q8_0_ref)."""
+    blocks = np.ascontiguousarray(values, np.float32).reshape(len(values), -1, 32)
+    scales = np.abs(blocks).max(axis=-1, keepdims=True) / np.float32(127)
+    with np.errstate(divide="ignore", over="ignore"):
+        scaled = blocks * np.where(scales == 0, np.float32(0), np.float32(1) / scales)
+        stored = scales.astype(np.float16)
+    if not np.isfinite(stored).all():
+        raise CheckpointError("Q8_0 holds no NaN, no infinities and no values above 8.3 million; use another dtype")
+    whole = np.trunc(scaled)
+    codes = (whole + np.copysign(np.abs(scaled - whole) >= 0.5, scaled)).astype(np.int8)  # ties away from zero
+    return np.concatenate([stored.view(np.uint8), codes.view(np.uint8)], axis=-1).reshape(len(values), -1)
 
 
 def _codes(readers: Readers, weight: Weight, expert: int, start: int, count: int) -> tuple[np.ndarray, np.ndarray]:

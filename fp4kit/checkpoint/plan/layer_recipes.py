@@ -137,8 +137,15 @@ def check_gguf(source: Source, form: table.Container | None, modules: Collection
             f"{source.files[0].label}: is an image or audio projector, which is never quantized; convert the language"
             " model's file"
         )
+    check_scales(architecture, form, modules, source.tensors)
+
+
+def check_scales(
+    architecture: str, form: table.Container | None, modules: Collection[str], tensors: Collection[str]
+) -> None:
+    """Raise CheckpointError if llama.cpp could not use the tensor scales of modules, or would ignore them."""
     has_scale = form is not None and form.has_tensor_scale
-    found = list(names.scale_troubles(architecture, modules, source.tensors)) if has_scale else []
+    found = list(names.scale_troubles(architecture, modules, tensors)) if has_scale else []
     if found:
         module, text = found[0]
         more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""

@@ -25,6 +25,7 @@ from fp4kit.checkpoint.model import closed_world, transforms
 from fp4kit.checkpoint.model.model_files import is_gguf_config, open_source, other_weights
 from fp4kit.checkpoint.model.statistics import doubts_of, reference_of, sampled_magnitudes
 from fp4kit.checkpoint.model.weights import Weight, any_quantized, layer_names, weights_of
+from fp4kit.checkpoint.plan import gguf_model
 from fp4kit.checkpoint.plan.layer_recipes import kind_of, recorded_recipe
 from fp4kit.checkpoint.plan.other_models import borrow_codes, check_values_agree
 from fp4kit.checkpoint.plan.plan import Plan
@@ -219,7 +220,8 @@ def _decoded_layers(plan: Plan) -> Iterator[str]:
         if not ("--" in found.reason or "preset" in found.reason or found.reason.startswith("K = ")):
             names[found.reason].append(weight.name)
     for why, layers in names.items():
-        yield f"{_several(layers)}: quantized in the source, written in 16 bits: {shown(why)}"
+        dtype = "16 bits" if plan.gguf is None else plan.request.fp8_as.upper()
+        yield f"{_several(layers)}: quantized in the source, written in {dtype}: {shown(why)}"
 
 
 def _unmeasured(plan: Plan) -> Iterator[str]:
@@ -321,6 +323,8 @@ def make_plan(source: str | Path, recipe_id: str | Recipe | None = None, **optio
         allow_loss: True to convert even if the scales of quantized layers of the source are certainly wrong, and to
             write layers that lose their values: most blocks become zero though the source is not, or the error is far
             above that of the format. If False, each is an error.
+        fp8_as: "bf16", "q8_0" or "f32": the dtype, in a GGUF file, of quantized layers that it cannot hold as they are,
+            such as FP8. The report of the conversion says which of them are exact.
 
     Returns:
         The plan, for ``execute``.
@@ -343,14 +347,11 @@ def make_plan(source: str | Path, recipe_id: str | Recipe | None = None, **optio
     if row is not None:
         recipe_id = row.weights if recipe_id is None else recipe_id
         why = request.chosen or f"the weights of {row.engine} {row.scheme}"
-        request = replace(request, recipe=recipe(recipe_id), format=row.format, chosen=why)
+        format = request.format if request.format == gguf_model.GGUF else row.format
+        request = replace(request, recipe=recipe(recipe_id), format=format, chosen=why)
     codes = options.get("codes")
-    if request.adapter is not None and codes is not None:
-        raise CheckpointError("--adapter: codes of another model have no update; leave --codes out")
-    if request.hadamard is not None and codes is not None:
-        raise CheckpointError(
-            f"--hadamard {request.hadamard}: the codes of another model cannot be rotated; leave --codes out"
-        )
+    if codes is not None:
+        _check_takes_codes(request)
     model = open_source(Path(source))
     weights = weights_of(model.tensors, model.config)
     if like and is_gguf_config(model.config):
@@ -369,7 +370,9 @@ def make_plan(source: str | Path, recipe_id: str | Recipe | None = None, **optio
             closed_world.check_integers(items)
         check_declared(model, weights)
         return _completed(Plan(model, request, weights, items, matrices))
-    items = closed_world.check_model(model, weights, request.ignore)
+    is_new_gguf = request.format == gguf_model.GGUF and not is_gguf_config(model.config)
+    more = gguf_model.items_of(model, weights) if is_new_gguf else ()
+    items = closed_world.check_model(model, weights, request.ignore, more)
     check_declared(model, weights)
     given = recipe_id is not None
     if codes is None:
@@ -384,6 +387,20 @@ def make_plan(source: str | Path, recipe_id: str | Recipe | None = None, **optio
     plan = _completed(Plan(model, request, taken, items))
     check_values_agree([tensor.name for tensor in plan.converted], weights, taken)
     return plan
+
+
+def _check_takes_codes(request: Request) -> None:
+    if request.adapter is not None:
+        raise CheckpointError("--adapter: codes of another model have no update; leave --codes out")
+    if request.format == gguf_model.GGUF:
+        raise CheckpointError(
+            "--codes: --format gguf keeps the codes of a directory; pass the quantized directory as SRC, or a GGUF file"
+            " as SRC without --format"
+        )
+    if request.hadamard is not None:
+        raise CheckpointError(
+            f"--hadamard {request.hadamard}: the codes of another model cannot be rotated; leave --codes out"
+        )
 
 
 def _completed(plan: Plan) -> Plan:

@@ -308,7 +308,7 @@ def borrow_codes(weights: Mapping[str, Weight], model: Source, donor: Source) ->
         raise CheckpointError(
             "--codes: needs one GGUF file and one model directory; source and --codes are of the same kind"
         )
-    names, origins = GgufNames(model if is_gguf_config(model.config) else donor, "--codes"), _origins(donor)
+    names, origins = GgufNames((model if is_gguf_config(model.config) else donor).config, "--codes"), _origins(donor)
     found = {names.of(donor, layer): origin for layer, origin in origins.items()}
     taken = dict(weights)
     with Readers() as readers:
@@ -358,32 +358,47 @@ def _rows(weight: Weight, origins: Sequence[Origin]) -> tuple[Rows, ...]:
     return tuple(Rows(one.weight, one.expert, one.span) for one in origins) if is_whole else ()
 
 
+def package(op: str) -> Any:
+    """Return the gguf package. Raise CheckpointError, which names the option or command ``op``, if it is missing."""
+    try:
+        import gguf
+    except ImportError:
+        raise CheckpointError(
+            f'{op}: needs the gguf package to match layer names; run pip install "fp4kit[gguf]"'
+        ) from None
+    return gguf
+
+
 class GgufNames:
     """Translate layer names of a model directory to names in a GGUF file, with the gguf package's name map.
 
     Args:
-        file: the GGUF file among the two models. Its architecture selects the name map.
+        config: the config of the GGUF file (see names.config_of). Its architecture selects the name map.
         op: the option or command with which error messages begin, such as "--codes".
 
     Raises:
         CheckpointError: if the gguf package is missing or does not know the architecture.
     """
 
-    def __init__(self, file: Source, op: str) -> None:
-        try:
-            import gguf
-        except ImportError:
-            raise CheckpointError(
-                f'{op}: needs the gguf package to match layer names; run pip install "fp4kit[gguf]"'
-            ) from None
-        architecture = file.config[ARCHITECTURE]
+    def __init__(self, config: Mapping[str, Any], op: str) -> None:
+        gguf, architecture = package(op), config[ARCHITECTURE]
         number: Any = {name: number for number, name in gguf.MODEL_ARCH_NAMES.items()}.get(architecture)
         if number is None:
             raise CheckpointError(
                 f"{op}: the gguf package does not know the architecture {shown(repr(architecture))}; update gguf"
             )
-        self._config = file.config
-        self._map = gguf.get_tensor_name_map(number, int(file.config.get("num_hidden_layers", 0)))
+        self._config = config
+        self._map = gguf.get_tensor_name_map(number, int(config.get("num_hidden_layers", 0)))
+
+    def module(self, name: str) -> tuple[str, int | None] | None:
+        """Return (module, number of the expert or None) as a GGUF file names a module; None if it has none."""
+        module = name.replace("language_model.", "")
+        match = _EXPERT.fullmatch(module)
+        named = [module]
+        if match is not None:
+            named = [f"{match[1]}experts.{leaf}" for leaf in (match[3], _MIXTRAL.get(match[3], ""))]
+        found = next(filter(None, map(self._map.get_name, named)), None)
+        return None if found is None else (found, None if match is None else int(match[2]))
 
     def of(self, source: Source, layer: _Layer) -> _Layer | None:
         """Return (module, expert) as a GGUF file names a layer of ``source``; None if the name map has no such
@@ -391,13 +406,8 @@ class GgufNames:
         """
         if is_gguf_config(source.config):
             return layer
-        module = layer[0].replace("language_model.", "")
-        match = _EXPERT.fullmatch(module)
-        names = [module]
-        if match is not None:
-            names = [f"{match[1]}experts.{leaf}" for leaf in (match[3], _MIXTRAL.get(match[3], ""))]
-        found = next(filter(None, map(self._map.get_name, names)), None)
-        return None if found is None else (found, 0 if match is None else int(match[2]))
+        found = self.module(layer[0])
+        return None if found is None else (found[0], found[1] or 0)
 
     def order(self, weight: Weight, source: Source) -> HeadOrder | None:
         """Return a reordering that may turn the other model's rows into the rows of ``weight``; None for most

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -60,9 +60,10 @@ class OutputFile:
         name: the file's name in the partial directory.
         outputs: the tensors in the file.
         metadata: key -> text to write into the header: the metadata of a safetensors file, or keys of a GGUF file.
-        numbers: header keys with the number of this file and the total, for a file of a split GGUF model (see
-            keys_of_part); {} for all other files.
+        numbers: further keys of a GGUF file: the number of this file and the total, for a file of a split model (see
+            keys_of_part), and those of a new file.
         is_first: False for the second and later files of a split GGUF model, whose headers get no keys of the source.
+        values: name -> bytes, for the first tensors of a new GGUF file if the source does not have them.
     """
 
     name: str
@@ -70,13 +71,17 @@ class OutputFile:
     metadata: Mapping[str, str]
     numbers: Mapping[str, gguf_file.Value]
     is_first: bool = True
+    values: Mapping[str, bytes] = field(default_factory=dict, repr=False)
 
-    def header(self, source: model_files.Source) -> tuple[bytes, dict[str, int], int]:
-        """Return (bytes of the header, {tensor name: offset of its data}, size of the file in bytes)."""
-        file = source.files[0]
+    def header(self, file: files.SafetensorsFile) -> tuple[bytes, dict[str, int], int]:
+        """Return (bytes of the header, {tensor name: offset of its data}, size of the file in bytes).
+
+        file: the first file of the source, or the template of a new GGUF file.
+        """
         if isinstance(file, gguf_file.GgufFile):
+            keys = {**self.metadata, **self.numbers}
             return gguf_file.gguf_header(
-                file, self.outputs, {**self.metadata, **self.numbers}, gguf_file.SPLIT_KEYS, self.is_first
+                file, self.outputs, keys, gguf_file.SPLIT_KEYS, self.is_first, self.values if self.is_first else {}
             )
         ordered = files.file_order(self.outputs)
         header, found = files.header_bytes(ordered, self.metadata), {}
@@ -120,6 +125,7 @@ class TensorPlan:
         renamed: the output name of a tensor that is copied; "" if it keeps its own name.
         recipe: the recipe of a weight that is converted to a container, also if it keeps its codes. None if the weight
             is decoded or stays in its container, and for a tensor that is copied.
+        values: the bytes of a tensor that the source does not have, and that a new GGUF file needs; otherwise b"".
     """
 
     name: str
@@ -133,11 +139,12 @@ class TensorPlan:
     group: Mapping[str, str] | None = None
     renamed: str = ""
     recipe: Recipe | None = None
+    values: bytes = field(default=b"", repr=False)
 
     @property
     def outputs(self) -> tuple[table.OutputTensor, ...]:
         """The output tensors that this source tensor or weight becomes, each listed once."""
-        if self.place is not None:
+        if self.place is not None or self.values:
             return (table.OutputTensor(self.renamed or self.name, self.dtype, self.shape),)
         return tuple(dict.fromkeys(output for piece in self.pieces for output in piece.outputs))
 
@@ -155,16 +162,23 @@ class ShardPlan:
         name: the name of the source file; the first file's name for a split GGUF model.
         tensors: the plans of the source file's tensors.
         metadata: key -> text to write into the header of the output file.
+        keys: further keys of the header of a new GGUF file.
     """
 
     name: str
     tensors: tuple[TensorPlan, ...]
     metadata: Mapping[str, str]
+    keys: Mapping[str, gguf_file.Value] = field(default_factory=dict)
 
     @lazy_property
     def outputs(self) -> tuple[table.OutputTensor, ...]:
         """The output tensors of all tensors of the source file."""
         return tuple(output for tensor in self.tensors for output in tensor.outputs)
+
+    @property
+    def values(self) -> dict[str, bytes]:
+        """The bytes of the tensors that the source does not have."""
+        return {tensor.name: tensor.values for tensor in self.tensors if tensor.values}
 
 
 class Plan(PlanFacts):
@@ -207,7 +221,16 @@ class Plan(PlanFacts):
         shards = tuple(_shard(self, file) for file in self.source.files)
         if not self.is_file:
             return shards
-        return (replace(shards[0], tensors=tuple(tensor for shard in shards for tensor in shard.tensors)),)
+        tensors: Iterable[TensorPlan] = (tensor for shard in shards for tensor in shard.tensors)
+        if self.gguf is None:
+            return (replace(shards[0], tensors=tuple(tensors)),)
+        made = (
+            TensorPlan(name, "F32", x.shape, job.COPY, "RoPE of Llama 3.1: computed", 0, (), values=x.tobytes())
+            for name, x in self.gguf.generated.items()
+        )
+        tensors = (*made, *self.gguf.tensors(tensors, self.request.fp8_as))
+        keys = self.gguf.precision(tensors)
+        return (ShardPlan(f"{self.source.root.name}.gguf", tensors, shards[0].metadata, keys),)
 
     @lazy_property
     def auxiliary(self) -> model_files.AuxiliaryFiles:
@@ -306,11 +329,27 @@ class Plan(PlanFacts):
 
     @property
     def is_file(self) -> bool:
-        """True if source and output are GGUF models, of one or several files; False if the output is safetensors.
+        """True if the output is a GGUF model, of one or several files; False if the output is safetensors.
 
         It is also False if the output is a single safetensors file.
         """
-        return model_files.is_gguf_config(self.config)
+        return self.gguf is not None or model_files.is_gguf_config(self.config)
+
+    @property
+    def first_file(self) -> files.SafetensorsFile:
+        """The file whose header is the model of the output's: the source's first, or the template of a GGUF file."""
+        return self.source.files[0] if self.gguf is None else self.gguf.template
+
+    @property
+    def made_from(self) -> dict[tuple[str, int], transforms.Origin] | None:
+        """(module, number of the expert) -> rows of the source, for a new GGUF file, whose names are not the source's.
+
+        None for all other output.
+        """
+        if self.gguf is None:
+            return None
+        pieces = (piece for tensor in self.tensors for piece in tensor.pieces)
+        return {(one.module, one.number): transforms.Origin(one.weight, one.expert, one.span) for one in pieces}
 
     @property
     def is_split(self) -> bool:
@@ -321,7 +360,7 @@ class Plan(PlanFacts):
     def files(self) -> tuple[OutputFile, ...]:
         """The output files: one per shard, or the parts of a GGUF model if the request sets split_max_size."""
         if self.request.split_max_size is None:
-            return tuple(OutputFile(shard.name, shard.outputs, shard.metadata, {}) for shard in self.shards)
+            return tuple(OutputFile(s.name, s.outputs, s.metadata, s.keys, values=s.values) for s in self.shards)
         (shard,) = self.shards
         slices = gguf_file.divide([output.nbytes for output in shard.outputs], self.request.split_max_size)
         return tuple(
@@ -329,8 +368,9 @@ class Plan(PlanFacts):
                 gguf_file.name_of_part(i, len(slices)),
                 shard.outputs[tensors],
                 shard.metadata if i == 0 else {},
-                gguf_file.keys_of_part(i, len(slices), len(shard.outputs)),
+                {**(shard.keys if i == 0 else {}), **gguf_file.keys_of_part(i, len(slices), len(shard.outputs))},
                 i == 0,
+                shard.values,
             )
             for i, tensors in enumerate(slices)
         )
@@ -409,12 +449,13 @@ def jobs_of(
                 None if search is None else search.columns_of((piece.module, piece.weight), piece.expert),
                 None if input_amax is None else float(input_amax),
                 plan.request.adapter_scales if tensor.action == job.MERGE else "",
+                plan.gguf is not None and piece.form is None and piece.weight.container is not None,
             )
 
 
 def mixes_codes(actions: Set[str], request: Request, source: model_files.Source) -> bool:
     """Return whether an output has codes of a recipe that may differ from the recorded recipe and patterns."""
-    if request.codes or actions & {job.CAST, job.CARRY, job.RESCALE, job.MERGE}:
+    if request.codes or actions & {job.CAST, job.CARRY, job.FOLD, job.RESCALE, job.MERGE}:
         return actions != {job.RENAME} and bool(actions)
     wanted = request.recorded, [[pattern, one.id] for pattern, one in request.recipes]
     return actions > {job.RENAME} and (recorded_recipe(source), recorded_patterns(source)) != wanted
@@ -426,6 +467,7 @@ _WORDS = {
     job.RENAME: "same codes",
     job.CAST: "same codes where exponents allow",
     job.CARRY: "same codes where scales are powers of two",
+    job.FOLD: "same codes, tensor scale in the block scales",
     job.RESCALE: "same values where powers of two as scales allow it",
     job.REQUANTIZE: "decoded and quantized again",
     job.DEQUANTIZE: "decoded",
@@ -441,7 +483,7 @@ def _shard(plan: Plan, file: files.SafetensorsFile) -> ShardPlan:
     own = {names.VERSION: __version__}
     if plan.form is not None and plan.recorded:
         own = {names.RECIPE: plan.recorded, **own}
-    if plan.form is not None and plan.recorded_patterns:
+    if plan.form is not None and plan.gguf is None and plan.recorded_patterns:  # patterns of the source's names
         own[names.PATTERNS] = json.dumps({"recipes": plan.recorded_patterns})
     if plan.form is not None and mixes_codes({*plan.actions.values()}, plan.request, plan.source):
         own[names.KEPT_CODES] = names.PARTLY_CARRIED

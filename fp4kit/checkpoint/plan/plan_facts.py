@@ -17,12 +17,19 @@ from fp4kit.checkpoint.containers.config_entries import IGNORED, Item, brief, de
 from fp4kit.checkpoint.containers.configs import EXCLUSIONS, entries
 from fp4kit.checkpoint.containers.engines import comfy, mlx
 from fp4kit.checkpoint.convert import job
-from fp4kit.checkpoint.convert.rows import check_carried, check_rescaled
+from fp4kit.checkpoint.convert.rows import check_carried, check_folded, check_rescaled
 from fp4kit.checkpoint.model import closed_world
 from fp4kit.checkpoint.model.model_files import Source, is_deepseek_v4, is_gguf_config
 from fp4kit.checkpoint.model.slabs import Readers, scalar_of
 from fp4kit.checkpoint.model.weights import Q8_0, Piece, Weight, any_quantized, layer_names, part_names
-from fp4kit.checkpoint.plan.layer_recipes import check_gguf, check_input_scale, experts_only, rotated_weights
+from fp4kit.checkpoint.plan.gguf_model import GGUF, GgufModel
+from fp4kit.checkpoint.plan.layer_recipes import (
+    check_gguf,
+    check_input_scale,
+    check_scales,
+    experts_only,
+    rotated_weights,
+)
 from fp4kit.checkpoint.plan.request import Request
 from fp4kit.checkpoint.plan.source_layers import check_layers, expert_stacks, kv_cache_of, split_layers
 from fp4kit.checkpoint.selection import selection
@@ -49,6 +56,7 @@ class PlanFacts:
         groups: output module -> name of its group.
         actions: tensor name -> one of the actions in job.py, for the selected weights. Empty for unquantized output.
         keeps_layers: True if every selected weight keeps the codes that it has, of the source or of the --codes model.
+        gguf: the GGUF file that a model directory becomes; None for other output.
     """
 
     def __init__(
@@ -86,6 +94,8 @@ class PlanFacts:
         self.form = next(iter(self.forms)) if len(self.forms) == 1 else self.form
         self.input_scaled = frozenset(form.name for form, own in self.forms.items() if self._has_input_scale(form, own))
         self.has_input_scale = self.form is not None and self.form.name in self.input_scaled
+        is_new = self.form is not None and self.format == GGUF and not is_gguf_config(self.config)
+        self.gguf = GgufModel(source, self.weights, next(iter(self.forms)).kind) if is_new else None
         self._check_engine()
         for form in self.forms:
             check_input_scale(form, form.name in self.input_scaled)
@@ -97,6 +107,9 @@ class PlanFacts:
         carried = self._with_action(job.CARRY)
         if carried and not request.requantize:
             check_carried(carried)
+        folds = self._with_action(job.FOLD)
+        if folds and not request.requantize:
+            check_folded(folds)
         rescaled = self._with_action(job.RESCALE)
         if rescaled and not request.requantize:
             check_rescaled((w, self.form_of(w.name), self.mixture.of(w.name).recipe) for w in rescaled)
@@ -146,6 +159,8 @@ class PlanFacts:
                 decisions[one.name] = without
             elif decisions[one.name].converted and experts_only(self.form) and one.kind != "routed expert":
                 decisions[one.name] = alone
+        if self.format == GGUF and not is_gguf_config(self.config):
+            decisions |= {one.name: kept for one in found if (kept := self._as_stored(one, decisions[one.name]))}
         selection.check(found, wishes, decisions)
         names = {one.name: one.module for one in found if decisions[one.name] == selection.AS_IN_SOURCE}
         declared = declared_unquantized(self.source, [*names.values()])
@@ -154,6 +169,20 @@ class PlanFacts:
             why = f"unquantized, as the source {'declares' if module in declared else 'stores it'}"
             decisions[name] = replace(selection.AS_IN_SOURCE, reason=why)
         return decisions
+
+    def _as_stored(self, one: selection.Candidate, usual: selection.Decision) -> selection.Decision | None:
+        """Return another decision about a quantized layer of a model directory that becomes a GGUF file, or None."""
+        weight = self.weights.get(one.name)
+        if weight is None or weight.container is None or one.module in self.request.wishes.keep:
+            return None
+        if usual.converted and weight.container.element.bits == 8 and not self.request.requantize:
+            return selection.Decision(False, f"llama.cpp has no type for {weight.container}")
+        keeps = weight.container.same_codes(self.form_of(weight.name))
+        is_head = (
+            usual.reason.startswith(selection.OUTPUT_HEAD)
+            and weight.shape[-1] % self.form_of(weight.name).row_multiple == 0
+        )
+        return selection.Decision(True, f"{usual.reason}, quantized in the source") if keeps and is_head else None
 
     def _candidates(self) -> list[selection.Candidate]:
         """Return all tensors of the source as the selection rules see them, without scales and other parts of
@@ -204,6 +233,14 @@ class PlanFacts:
         shapes = {weight.name: weight.shape for weight in self.selected.values()}
         if is_gguf_config(self.config):
             check_gguf(self.source, self.form, shapes)
+        elif self.gguf is not None:
+            modules = {self.gguf.module(weight) for weight in self.selected.values()}
+            biases = {
+                f"{self.gguf.module(one)}.bias"
+                for name, one in self.weights.items()
+                if f"{one.name}.bias" in self.source.tensors
+            }
+            check_scales(self.gguf.architecture, self.form, modules, biases)
         elif self.format == mlx.FORMAT:
             mlx.check(self.config, shapes)
         elif self.form is not None and self.format == comfy.FORMAT:
@@ -228,6 +265,8 @@ class PlanFacts:
 
     def _groups(self) -> dict[str, str]:
         """Return a dict from output module to the name of its group, for the modules that share a tensor scale."""
+        if self.gguf is not None:  # llama.cpp fuses no layers
+            return {}
         scaled = ((form, own) for form, own in self.forms.items() if form.has_tensor_scale)
         modules = [name for form, own in scaled for weight in own.values() for name in self._names(form, weight)]
         alone = missing_gated_halves(modules, [weight.name for weight in self.weights.values()])

@@ -21,6 +21,7 @@ from fp4kit.checkpoint.convert.job import NONFINITE
 from fp4kit.checkpoint.loaders import support
 from fp4kit.checkpoint.model.model_files import is_gguf_config
 from fp4kit.checkpoint.model.weights import WeightRotation
+from fp4kit.checkpoint.plan.gguf_model import FP8_AS, GGUF
 from fp4kit.checkpoint.plan.layer_recipes import LayerQuantization, Mixture, gguf_form_for, kind_of
 from fp4kit.checkpoint.plan.other_models import ADAPTER_SCALES, LoraAdapter
 from fp4kit.checkpoint.plan.scale_search import SEARCH_RECIPE, Activations, ScaleSearch
@@ -100,6 +101,7 @@ class RequestOptions(TypedDict, total=False):
     adapter: str | Path | None
     adapter_scales: str
     allow_loss: bool
+    fp8_as: str
     engine: str | None
     scheme: str | None
 
@@ -379,6 +381,17 @@ class Request:
             action="store_true",
         ),
     )
+    fp8_as: str = option(
+        FP8_AS[0],
+        flag(
+            "--fp8-as",
+            "dtype, in a GGUF file, of quantized layers that it cannot hold as they are, such as FP8: bf16; q8_0: 8-bit"
+            " integers in blocks of 32; f32: always exact (default: %(default)s)",
+            _VALUES,
+            choices=FP8_AS,
+            default=FP8_AS[0],
+        ),
+    )
     engine: str | None = option(
         None,
         flag(
@@ -426,6 +439,10 @@ class Request:
                 )
         return found
 
+    def makes_gguf(self, config: Mapping[str, Any]) -> bool:
+        """Return whether a model with this config becomes a GGUF file: every GGUF file, and others with the format."""
+        return is_gguf_config(config) or self.format == GGUF
+
     @property
     def rotation(self) -> WeightRotation | None:
         """The Hadamard rotation to apply to layers before they are quantized; None for no rotation."""
@@ -438,7 +455,7 @@ class Request:
             return None
         if self.engine is None:
             raise CheckpointError(f"--scheme {shown(str(self.scheme))}: needs an engine; add --engine transformers")
-        row = serving_of("convert", self.engine, self.scheme, None, self.format)
+        row = serving_of("convert", self.engine, self.scheme, None, None if self.format == GGUF else self.format)
         if not row.container:
             raise CheckpointError(f"--engine {row}: quantizes the weights itself, so there is no checkpoint to write")
         return row
@@ -490,6 +507,9 @@ class Request:
         yield not is_normal and ("input scale", f"got {scale}; a positive normal float32 is needed, such as 1.0")
         is_size = size is None or (type(size) is int and size > 0)
         yield not is_size and ("split_max_size", f"got {size!r}; a positive number of bytes is needed")
+        yield self.fp8_as not in FP8_AS and (f"--fp8-as {self.fp8_as}", f"unknown; use one of {', '.join(FP8_AS)}")
+        text = f"is the dtype of decoded layers in a GGUF file; add --format {GGUF}"
+        yield self.fp8_as != FP8_AS[0] and self.format != GGUF and (f"--fp8-as {self.fp8_as}", text)
         text = "are given with an input scale for all layers; use only one of them"
         yield scale is not None and self.activations is not None and ("activations", text)
 
@@ -544,7 +564,7 @@ class Request:
         """Return a Mixture, which tells the recipe and the container of every layer of a model."""
         if not self.recipes:
             return Mixture(LayerQuantization(self.recipe, self.form_for(config)), ())
-        if is_gguf_config(config):
+        if self.makes_gguf(config):
             raise CheckpointError(
                 f"--recipe {shown(self.recipes[0][0])}=...: a GGUF file records one recipe; give one --recipe without a"
                 " pattern"
@@ -579,8 +599,8 @@ class Request:
 
     def _form_for(self, config: Mapping[str, Any]) -> table.Container | None:
         """Return the container to write for a model, or None to write unquantized tensors."""
-        if is_gguf_config(config):
-            if self.format not in (None, UNQUANTIZED):
+        if self.makes_gguf(config):
+            if self.format not in (None, UNQUANTIZED, GGUF):
                 raise CheckpointError(
                     f"format {self.format}: a GGUF file can only become a GGUF file;"
                     f" leave --format out, or use {UNQUANTIZED}"

@@ -86,6 +86,7 @@ _MAX_LAYERS = 100_000
 # Components of names that are followed by a layer number, such as layers in model.layers.3.
 _LAYER_LISTS = ("layers", "h", "blocks", "block", "layer", "blk")
 STACKS = tuple("gate_up_proj gate_proj up_proj down_proj w1 w2 w3 w13".split())  # leaf names of stacks of experts
+OUTPUT_HEAD = "output head"  # the beginning of the reason that the rule _head returns
 UNSUPPORTED_STACK = "unsupported expert stack"  # the beginning of the reason that the rule _other_stack returns
 GRANITE_STACKS = ("input_linear", "output_linear")  # Granite's names of stacks of experts, which are not supported
 # Names of towers: encoders of images, video and sound, the projectors that join them to the language model, and speech
@@ -320,7 +321,7 @@ def _diffusers(tensor: Candidate) -> str | None:
 
 def _head(tensor: Candidate) -> str | None:
     part = "output" if tensor.parts == ("output",) else tensor.part("head")
-    return f"output head ({part})" if part else None
+    return f"{OUTPUT_HEAD} ({part})" if part else None
 
 
 def _embedding(tensor: Candidate) -> str | None:

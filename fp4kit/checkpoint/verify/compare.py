@@ -342,7 +342,7 @@ def gguf_pairs(a: str | Path, b: str | Path, readers: Readers) -> list[tuple[str
         return None
     left, right = open_source(a), open_source(b)
     directory, file = (right, left) if is_gguf(a) else (left, right)
-    names, stored = GgufNames(file, "compare"), origins(file, GGUF_NVFP4)
+    names, stored = GgufNames(file.config, "compare"), origins(file, GGUF_NVFP4)
     found = []
     for layer, own in origins(directory, CT_NVFP4).items():
         name = names.of(directory, layer)
@@ -363,7 +363,7 @@ def differing_norms(a: str | Path, b: str | Path, readers: Readers) -> Iterator[
     """
     left, right = open_source(Path(a)), open_source(Path(b))
     directory, file = (right, left) if is_gguf(Path(a)) else (left, right)
-    names = GgufNames(file, "compare")
+    names = GgufNames(file.config, "compare")
     for name, (own, entry) in directory.tensors.items():
         layer = names.of(directory, (name.removesuffix(".weight"), 0))
         other = f"{layer[0]}.weight" if layer is not None and name.endswith(".weight") else ""

@@ -495,10 +495,15 @@ class SampledError:
         return tuple(name for name, db in self.layers if db <= self.median - _OUTLIER_DB)
 
 
-def sampled_error(destination: str | Path, source: Source, adapter: LoraAdapter | None = None) -> SampledError:
+def sampled_error(
+    destination: str | Path,
+    source: Source,
+    adapter: LoraAdapter | None = None,
+    made_from: Mapping[tuple[str, int], Origin] | None = None,
+) -> SampledError:
     """Measure the SQNR of the layers of a checkpoint on some rows of each."""
     # At most 256 matrices are measured, and fewer if they are large; they are evenly spaced among all matrices.
-    checks = _checks_with_origin(destination, source, adapter)
+    checks = _checks_with_origin(destination, source, adapter, made_from=made_from)
     found: dict[str, float] = {}
     sample = list(_sample(checks))
     # verify gives one number per stack, not one per expert
@@ -513,12 +518,18 @@ def sampled_error(destination: str | Path, source: Source, adapter: LoraAdapter 
 
 
 def _checks_with_origin(
-    destination: str | Path, source: Source, adapter: LoraAdapter | None, names: Collection[str] | None = None
+    destination: str | Path,
+    source: Source,
+    adapter: LoraAdapter | None,
+    names: Collection[str] | None = None,
+    made_from: Mapping[tuple[str, int], Origin] | None = None,
 ) -> list[Check]:
     """Return a Check for each matrix of a checkpoint that has a counterpart in the source; ``names`` selects layers."""
     made = inspect_checkpoint(destination)
     weights = [weight for weight in made.layers.values() if names is None or weight.name in names]
-    found = origins_of(weights, source, resolved(made, made.weights).rotations, adapter)
+    found = made_from
+    if found is None:
+        found = origins_of(weights, source, resolved(made, made.weights).rotations, adapter)
     return [check for check in checks_of(weights, found, Settings()) if check.origin is not None]
 
 
@@ -528,9 +539,10 @@ def sampled_losses(
     names: Collection[str],
     adapter: LoraAdapter | None = None,
     is_weighted: bool = False,
+    made_from: Mapping[tuple[str, int], Origin] | None = None,
 ) -> tuple[tuple[str, str], ...]:
     """Judge on a sample of rows whether layers of a checkpoint have lost their values, by the limits of verify."""
-    checks = _checks_with_origin(destination, source, adapter, names)
+    checks = _checks_with_origin(destination, source, adapter, names, made_from)
     count = min(len(checks), _MOST_MATRICES)
     lost: dict[str, str] = {}
     with Readers() as readers:

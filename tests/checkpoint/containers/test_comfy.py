@@ -173,7 +173,7 @@ def test_row_counts_that_comfyui_cannot_load_are_refused(tmp_path: Path) -> None
         make_plan(tmp_path / "m", "nvfp4-te", format="comfy")
     with refused("recipe mxfp4-ocp: cannot be stored for ComfyUI"):
         make_plan(tmp_path / "m", "mxfp4-ocp", format="comfy")
-    with refused("format comfy: convert_tensors does not write files of ComfyUI"):
+    with refused("format comfy: convert_tensors does not write such files"):
         Rules.of("nvfp4-te", format="comfy")
     model(tmp_path / "n")
     convert(tmp_path / "n", tmp_path / "out", "nvfp4-te", format="comfy")

@@ -257,12 +257,12 @@ def test_what_is_refused(tmp_path: Path) -> None:
     ):
         with refused(text):
             run(tmp_path / "m.gguf", **options)
-    with refused("out: a GGUF file becomes a GGUF file, whose name ends in .gguf"):
+    with refused("out: the result is a GGUF file, whose name ends in .gguf"):
         convert(tmp_path / "m.gguf", tmp_path / "out")
     with refused("m.gguf: exists; name a new directory, or remove it first"):
         convert(tmp_path / "m.gguf", tmp_path / "m.gguf")
     synthetic.bert(tmp_path / "model")
-    with refused("out.gguf: a model directory becomes a directory; convert_hf_to_gguf.py"):
+    with refused('--format gguf: architectures is ["BertModel"]; model directories of LlamaForCausalLM'):
         convert(tmp_path / "model", tmp_path / "out.gguf")
     for key, value, text in (
         ("split.count", 3, "m.gguf: is one of 3 files of a split model, but is not named so"),

@@ -39,6 +39,7 @@ DEFAULTS = {
     "adapter": None,
     "adapter_scales": "nearest",
     "allow_loss": False,
+    "fp8_as": "bf16",
     "engine": None,
     "scheme": None,
 }
@@ -66,6 +67,7 @@ RECORDED: list[tuple[dict[str, Any], dict[str, Any]]] = [
             {"requantize": True, "input_scale": 1.0},
             {"allow_loss": True, "ignore": ["a", "b"], "split_max_size": 5},
             {"format": "compressed-tensors", "hadamard": 16, "hadamard_seed": 0, "hadamard_only": ["a"]},
+            {"format": "gguf", "fp8_as": "q8_0"},
         )
     ),
     ({"search": ScaleSearch("mse")}, {"scale_search": ScaleSearch("mse").facts()}),

@@ -7,6 +7,7 @@ import pytest
 import synthetic
 from changed_bytes import change
 
+import fp4kit
 from fp4kit.checkpoint import convert
 from fp4kit.checkpoint.model.model_files import INDEX, differences, open_source
 from fp4kit.checkpoint.model.slabs import Readers, slabs, values_of
@@ -179,3 +180,87 @@ def test_a_hugging_face_cache(quantized, tmp_path):
     assert raw(tmp_path / "plain") == raw(tmp_path / "cached")
     assert not [path for path in (tmp_path / "cached").iterdir() if path.is_symlink()]
     assert (tmp_path / "cached" / "config.json").read_bytes() == (root / "config.json").read_bytes()
+
+
+def test_the_exact_loss_of_each_layer(quantized, tmp_path, capsys):
+    """Each repair says how many block scales lose their value, and by how much; "exact" if none does."""
+    form, root = quantized
+    scale(root, form, {"up_proj": 0.3, "k_proj": 0.5})
+    old = raw(root)
+    found = {repair.name: repair for repair in reconcile(root, tmp_path / "out").repairs}
+    new = raw(tmp_path / "out")
+    for name, repair in found.items():
+        before, after = (E4M3.values[np.frombuffer(one[f"{name}.weight_scale"], np.uint8)] for one in (old, new))
+        stored = [np.frombuffer(one[f"{name}.{SCALE[form]}"], np.float32)[0] for one in (old, new)]
+        a, b = ((x * s if form == "modelopt" else x / s) for x, s in zip((before, after), stored, strict=True))
+        codes = old[f"{name}.{'weight' if form == 'modelopt' else 'weight_packed'}"]
+        used = (np.frombuffer(codes, np.uint8).reshape(a.size, -1) & 0x77).any(axis=1)
+        lossy = used & (a != b)
+        assert repair.inexact == np.count_nonzero(lossy) and (used.all() or ".experts.3." in name)  # all zeros
+        error = np.abs(b[lossy].astype(np.float64) / a[lossy] - 1).max(initial=0)
+        assert repair.largest_error == error
+        assert (repair.loss == "exact") == (not lossy.any()) == np.isinf(repair.sqnr_db)
+    exact = {name.rpartition(".")[2] for name, one in found.items() if one.loss == "exact" and ".3." not in name}
+    assert "up_proj" not in exact and {name.rpartition(".")[2] for name in found} >= {"up_proj", "k_proj"}
+    assert main(["reconcile", "--dry-run", str(root)]) == 1
+    text = capsys.readouterr().out
+    assert "block scales change" in text and text.count("exact") == sum(one.loss == "exact" for one in found.values())
+
+
+def test_all_experts_of_a_layer_get_one_scale_on_request(quantized, tmp_path):
+    """With --experts, gate and up of all experts are one group, and down is another; nothing else changes."""
+    form, root = quantized
+    assert reconcile(root, None).repairs == ()  # gate and up of an expert agree, experts do not
+    report = reconcile(root, tmp_path / "out", experts=True)
+    names = {name for name in stored_scales(root) if ".experts." in name}
+    for layer in {name.split(".experts.")[0] for name in names}:
+        for leaves in (("gate_proj", "up_proj"), ("down_proj",)):
+            own = {name for name in names if name.startswith(layer) and name.endswith(leaves)}
+            values = {name: decoded_scale(root, form, name) for name in own}
+            bits = {stored_scales(tmp_path / "out")[name] for name in own}
+            largest = max(values, key=values.__getitem__)
+            assert bits == {stored_scales(root)[largest]} and len(own) == len(leaves) * synthetic.EXPERTS
+    changed = {repair.name for repair in report.repairs}
+    assert changed < names and {repair.group for repair in report.repairs} >= {
+        "model.layers.1.mlp.experts.*.(gate_proj|up_proj)",
+        "model.layers.1.mlp.experts.*.down_proj",
+    }
+    assert reconcile(tmp_path / "out", None, experts=True).repairs == ()
+    a, b = decoded(root), decoded(tmp_path / "out")
+    assert {name for name in a if a[name].tobytes() != b[name].tobytes()} <= changed
+    assert main(["reconcile", "--dry-run", "--experts", str(root), "--quiet"]) == 1
+
+
+def decoded_scale(root, form, name):
+    value = np.frombuffer(stored_scales(root)[name], np.float32)[0]
+    return value if form == "modelopt" else 1 / value
+
+
+def test_the_matrices_of_a_stack_get_one_scale_on_request(tmp_path):
+    """Stacks of Model-Optimizer hold one tensor scale per expert; with --experts, it is the same for all."""
+    config = {"model_type": "llama4_text", "num_hidden_layers": 1, "num_local_experts": 3}
+    declared = {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}
+    parts, made = {}, {}
+    for leaf, shape in (("gate_up_proj", (128, 64)), ("down_proj", (64, 96))):
+        name = f"model.layers.0.feed_forward.experts.{leaf}"
+        x = synthetic.random(name, (3, *shape)) * np.float32([[[1]], [[2.5]], [[0.5]]])
+        qs = made[name] = [fp4kit.quantize(one, "nvfp4-modelopt") for one in x]
+        parts[name] = np.stack([q.packed.T for q in qs])
+        parts[f"{name}_weight_scale"] = np.stack([q.block_scale.T for q in qs]).view(synthetic.E4M3)
+        parts[f"{name}_weight_scale_2"] = np.array([q.tensor_scale for q in qs], np.float32).reshape(3)
+    root = tmp_path / "q"
+    synthetic.write_model(root, config | declared, parts)
+    assert reconcile(root, None).repairs == ()
+    report = reconcile(root, tmp_path / "out", experts=True)
+    new, repairs = raw(tmp_path / "out"), {repair.name: repair for repair in report.repairs}
+    assert len(repairs) == 4 and report.groups == 2
+    for name, qs in made.items():
+        scales = parts[f"{name}_weight_scale_2"]
+        assert new[f"{name}_weight_scale_2"] == np.full(3, scales[1]).tobytes() and scales.argmax() == 1
+        codes = [E4M3.encode(E4M3.values[q.block_scale] * (s / scales[1])) for q, s in zip(qs, scales, strict=True)]
+        assert new[f"{name}_weight_scale"] == np.stack([one.T for one in codes]).tobytes()
+        for e in (0, 2):
+            a, b = E4M3.values[qs[e].block_scale] * scales[e], E4M3.values[codes[e]] * scales[1]
+            assert repairs[f"{name}[{e}]"].inexact == np.count_nonzero(a != b) > 0
+            assert repairs[f"{name}[{e}]"].group == name
+    assert reconcile(tmp_path / "out", None, experts=True).repairs == ()
