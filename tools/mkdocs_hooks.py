@@ -32,7 +32,7 @@ def on_files(files: Any, config: Any) -> Any:
     """
     for name, text in producer_pages.pages().items():
         files.append(File.generated(config, f"producers/{name}", content=text))
-    files.append(File.generated(config, "explorer.html", content=build_explorer.page()))
+    files.append(File.generated(config, "explorer.html", content=build_explorer.page("./")))
     return files
 
 
