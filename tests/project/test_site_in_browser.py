@@ -68,8 +68,11 @@ def test_no_page_is_wider_than_its_column(site: Path, page: Page, sizes: dict[st
         for width, scheme in ((width, scheme) for width in (420, 900, 1400) for scheme in ("light", "dark")):
             page.send("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
             page.send("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+            # The page keeps the scheme of the first visit, so set it here.
+            page.run(f"document.body.dataset.mdColorScheme = '{'slate' if scheme == 'dark' else 'default'}'; 0")
             small = [name for name, ratio in call(page, "pictures") if ratio * sizes[Path(name).name] < LEAST]
             assert call(page, "outside") + small == [], f"{path.relative_to(site)} at {width} px, {scheme}"
+            assert scheme == "dark" or call(page, "broken") == [], f"{path.relative_to(site)} at {width} px"
 
 
 def test_explorer_and_producer_pages_lead_to_each_other(site: Path, page: Page) -> None:
