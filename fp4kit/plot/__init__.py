@@ -178,7 +178,7 @@ def dots(values: Mapping[str, float], *, reference: Mapping[str, float] | None =
     if not values:
         raise ValueError("plot.dots: values is empty; needs at least one number")
     ax = axes(ax, 8, 1 + 0.24 * len(values))
-    ax.plot(list(values.values()), range(len(values)), "o", color=BLUE)
+    ax.plot(list(values.values()), range(len(values)), "o", color=BLUE, zorder=3)
     ax.set_yticks(range(len(values)), list(values), fontsize=9)
     ax.set_ylim(len(values) - 0.4, -0.6)
     ax.grid(True, color="#eeeeee")
