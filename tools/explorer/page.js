@@ -134,6 +134,7 @@ function readOwn() {
     });
   } catch (error) {
     ownError = error.message;
+    at("own-part").open = true;
   }
   at("own-problem").textContent = ownError;
 }
@@ -416,21 +417,21 @@ function drawLine(asked, results, start, length) {
 const rms = (a, b) => Math.sqrt(a.reduce((sum, x, i) => sum + (x - b[i]) ** 2, 0) / a.length);
 
 /**
- * Return [{code, size, error}, ...] for a block: scale codes of the first recipe, the value of a 1 under each scale, and
+ * Return [{code, size, error}, ...] for a block: scale codes of the first recipe, the largest value under each scale, and
  * the smallest error that codes under it give. The list is sorted by size. It has only scales between about a quarter
  * and four times the block's own scale, and is empty if that scale is 0 or cannot be decoded.
  */
 function errorCurve(asked, first, start) {
   const { recipe } = first;
   const numbers = asked.rounded.slice(start, start + recipe.block);
-  const own = sizeIn(recipe, tableOf(first, asked, start / recipe.block));
+  const own = reach(tableOf(first, asked, start / recipe.block));
   if (!own) return [];
   const curve = [];
-  const scales = FORMATS[recipe.scale]?.map((value, code) => [Number(value), code]) ?? sampledScales(own);
+  const scales = FORMATS[recipe.scale]?.map((value, code) => [Number(value), code]) ?? sampledScales(first.scales[start / recipe.block]);
   for (const [value, code] of scales) {
     if (!(value > 0) || !Number.isFinite(value)) continue;
     const values = engine.valuesUnder(recipe, code);
-    const size = sizeIn(recipe, values);
+    const size = reach(values);
     if (!(size >= own / 4.01 && size <= own * 4.01)) continue;
     const table = Array.from(values).filter(Number.isFinite);
     const nearest = numbers.map((x) => table.reduce((best, v) => (Math.abs(v - x) < Math.abs(best - x) ? v : best)));
@@ -439,13 +440,8 @@ function errorCurve(asked, first, start) {
   return curve.sort((a, b) => a.size - b.size);
 }
 
-/** Return the value of 1 in a table of a recipe's values under a scale, which is the scale times the tensor scale. */
-function sizeIn(recipe, table) {
-  const values = FORMATS[recipe.element].map(Number);
-  const one = values.includes(1) ? values.indexOf(1) : values.reduce((best, x, i) => (Number.isFinite(x) && x > (values[best] || 0) ? i : best), 0);
-  const place = values[one] > 0 ? one : values.findIndex((x) => x < 0);
-  return table?.[place] / values[place];
-}
+/** Return the largest magnitude in a table of values under a scale, which compares scales of all formats. */
+const reach = (table) => Math.max(...Array.from(table ?? []).filter(Number.isFinite).map(Math.abs), 0);
 
 /** Return [scale, scale] of float32 scales from a quarter to four times a scale, 64 per octave. */
 const sampledScales = (own) => Array.from({ length: 257 }, (_, i) => Math.fround(own * 2 ** ((i - 128) / 64))).map((x) => [x, x]);
@@ -469,7 +465,7 @@ function drawError(asked, results, start) {
   }
   const points = marked.map((result) => {
     const index = Math.floor(start / result.recipe.block);
-    const size = result.recipe.scale === null ? undefined : sizeIn(result.recipe, tableOf(result, asked, index));
+    const size = result.recipe.scale === null ? undefined : reach(tableOf(result, asked, index));
     const own = start - (start % result.recipe.block);
     const error = rms(asked.rounded.slice(own, own + result.recipe.block), result.values.slice(own, own + result.recipe.block));
     return { size, error };
@@ -487,7 +483,7 @@ function drawError(asked, results, start) {
   [0, 0.5, 1].forEach((share) => picture.append(svg("text", { x: left - 6, y: up(share * top) + 4, "text-anchor": "end" }, decimal(Number((share * top).toPrecision(3))))));
   [curve[0], curve[curve.length >> 1], curve[curve.length - 1]].forEach((p) =>
     picture.append(svg("text", { x: Math.min(across(p.size), width - 40), y: height - bottom + 18, "text-anchor": "middle" }, decimal(Number(p.size.toPrecision(3))))));
-  picture.append(svg("text", { x: width / 2, y: height - 6, "text-anchor": "middle" }, width < 500 ? "scale × tensor scale, logarithmic" : "scale of the block × tensor scale, logarithmic"));
+  picture.append(svg("text", { x: width / 2, y: height - 6, "text-anchor": "middle" }, width < 500 ? "largest value, logarithmic" : "largest value under the scale of the block, logarithmic"));
   picture.append(svg("text", { x: 6, y: above - 14 }, "root mean square error"));
   picture.append(svg("path", { d: `M${curve.map((p) => `${across(p.size)} ${up(p.error)}`).join("L")}`, class: "curve" }));
   picture.append(svg("path", { d: `M${across(best.size)} ${up(best.error)}V${height - bottom}`, class: "grid", "stroke-dasharray": "4 3" }));
@@ -498,7 +494,7 @@ function drawError(asked, results, start) {
   });
   const own = points[0].error;
   const gain = best.error < own ? `A search would choose ${recipe.own && !(recipe.own.scale instanceof Format) ? decimal(best.code) : hex(best.code)}, with an error of ${decimal(Number(best.error.toPrecision(4)))} instead of ${decimal(Number(own.toPrecision(4)))}.` : "No other scale gives a smaller error.";
-  show(`Curve: for each ${recipe.scale} scale under the tensor scale of ${recipe.id}, the smallest error that codes can give. Marks: what recipes choose. ${gain}`, picture);
+  show(`Curve: for ${FORMATS[recipe.scale] ? "each" : "64 per octave of the"} ${recipe.scale} ${FORMATS[recipe.scale] ? "scale" : "scales"}${recipe.tensorRule === null ? "" : ` under the tensor scale of ${recipe.id}`}, the smallest error that codes can give. Marks: what recipes choose. ${gain}`, picture);
 }
 
 // ---- the page ----
