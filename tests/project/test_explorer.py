@@ -274,7 +274,21 @@ def drawn_line(rng: np.random.Generator) -> str:
     if rng.random() < 0.15:
         return f"custom_recipe('mine', MX4, E8M0, {columns}, scale_rounding='{rounding}')"
     scale = str(
-        rng.choice(["'float32'", "'float16'", "'bfloat16'", "E4M3", "E5M2", "E3M2", "E8M0", "biased", "unsigned"])
+        rng.choice(
+            [
+                "'float32'",
+                "'float16'",
+                "'bfloat16'",
+                "E4M3",
+                "E5M2",
+                "E3M2",
+                "E8M0",
+                "E6M2",
+                "UE5M3",
+                "biased",
+                "unsigned",
+            ]
+        )
     )
     if scale.startswith("'"):
         rounding = "nearest" if scale == "'float32'" else rounding
@@ -327,7 +341,7 @@ def test_values_of_named_formats_are_those_of_the_package(tab: Page) -> None:
     found = tab.run(
         "Object.entries(NAMED).map(([n, f]) => [n, f.values.map((x) => float32Bits(x)), f.largest, f.bits])"
     )
-    assert [name for name, *_ in found] == [*explorer.named_formats()] and len(found) == 13
+    assert [name for name, *_ in found] == [*explorer.named_formats()]
     for name, bits, largest, width in found:
         f, values = OWN_NAMES[name], np.uint32(bits).view(np.float32)
         assert np.array_equal(np.isnan(values), np.isnan(f.values)), name
@@ -343,6 +357,7 @@ GOOD_LINES = [
     "custom_recipe('c', Codebook([0, 1, -1, 1 / 3, -1 / 3, 2**-3, +.5e0, (1 + 2) * 2], name='Thirds'))",
     "n = 1_6; custom_recipe('d', INT8, 'bfloat16', n * 2)",
     "element=E2M1, scale=E8M0, block=32",
+    "custom_recipe('f', E1M2, None, None, levels=None)",
     "id = 'e'\nelement = NF4\nscale = 'float16'",
 ]
 OWN_FIELDS = ("id", "element", "scale", "block", "scale_rounding", "tensor_scale")
@@ -405,6 +420,8 @@ BAD_LINES = [
         "custom_recipe('a', ElementFormat('X', 2, 1, 1), ElementFormat('X', 4, 3, 8))",
         "element is X; needs another name",
     ),
+    ("custom_recipe('a', ElementFormat('X', 5, 2, -96), E4M3, 16, tensor_scale=True)", "needs at most 2^127 as its"),
+    ("custom_recipe('a', E2M1, ElementFormat('X', 8, 0, 127, 'nan', False, False))", "needs a format with values from"),
     ("custom_recipe('a', E2M1, ElementFormat('X', 5, 2, 120))", "needs a format with values from 2^-100 to 2^100"),
     ("custom_recipe('a', ElementFormat('X', 4, 3, 130))", "element is X; needs values that are normal in float32"),
     ("custom_recipe('a', ElementFormat('X', 8, 3))", "needs both >= 0, and 1 to 8 bits"),
@@ -422,6 +439,10 @@ BAD_LINES = [
     ("custom_recipe('a', Codebook([0, 'x']))", "table is [0, 'x']; needs two to sixteen numbers"),
 ]
 NOT_READ = [
+    (
+        "custom_recipe('a', E2M1, levels=[(64, 'E6M2'), (8, 'exponent1')])",
+        "levels is [[64, 'E6M2'], [8, 'exponent1']]; needs None, because this page computes one level of scales",
+    ),
     ("custom_recipe('a', E2M1, E4M3, 512)", "block is 512; needs at most 256 columns for this page"),
     ("custom_recipe('a', IF4)", "IF4 is not known here; needs one of E2M1, E1M2"),
     ("custom_recipe('a', E2M1) + custom_recipe('b', E2M1)", '"+" needs numbers'),

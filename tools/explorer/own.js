@@ -235,12 +235,15 @@ function makeCodebook(given) {
 
 /** Return an entry of RECIPES for the arguments of fp4kit.custom_recipe. It has the further field `own`. */
 function makeRecipe(given) {
-  const defaults = { id: undefined, element: undefined, scale: "float32", block: 32, scale_rounding: "nearest", tensor_scale: false };
-  const { id, element, scale, block, scale_rounding: rounding, tensor_scale: hasTensor } = boundArguments("custom_recipe", given, defaults, 4);
+  const defaults = { id: undefined, element: undefined, scale: null, block: null, scale_rounding: "nearest", tensor_scale: false, levels: null };
+  const bound = boundArguments("custom_recipe", given, defaults, 4);
+  const { id, element, scale_rounding: rounding, tensor_scale: hasTensor } = bound;
+  const [scale, block] = [bound.scale ?? "float32", bound.block ?? 32];
   const check = (condition, name, value, needed) => needs(condition, `custom_recipe: ${name} is ${shown(value)}; needs ${needed}`);
   check(typeof id === "string" && id !== "", "id", id, "a name");
   check((!BY_ID.has(id) || BY_ID.get(id).own) && !TAKEN.includes(id), "id", id, "a name that is not the id of a producer's recipe");
   check(element instanceof Format, "element", element, "a format, such as fp4kit.formats.E2M1 or Codebook([-1, 0, 1])");
+  check(bound.levels === null, "levels", bound.levels, "None, because this page computes one level of scales");
   const floats = ["float32", "float16", "bfloat16"];
   check(scale instanceof Format || floats.includes(scale), "scale", scale, "a format, such as fp4kit.formats.E4M3, or 'float32', 'float16' or 'bfloat16'");
   check(typeof rounding === "string" && Object.hasOwn(SCALE_ROUNDINGS, rounding), "scale_rounding", rounding, "'nearest', 'up' or 'down'");
@@ -256,13 +259,14 @@ function makeRecipe(given) {
     const [same, fields] = [Object.hasOwn(NAMED, scale.name) && NAMED[scale.name], (one) => JSON.stringify(one, ["exponentBits", "mantissaBits", "bias", "specials", "signed", "hasZero"])];
     check(!same || fields(same) === fields(scale), "scale", scale, "another name, because a format of fp4kit has this name");
     check(element.name !== scale.name || (!element.table && fields(element) === fields(scale)), "element", element, "another name than the scale format has");
-    const isE8M0 = !scale.hasZero && scale.name !== "E6M2" && scale.exponentBits === 8;
-    check(isE8M0 ? scale.name === "E8M0" : scale.hasZero && scale.emin - scale.mantissaBits >= -100 && exponentOf(scale.largest) <= 100, "scale", scale, "a format with values from 2^-100 to 2^100, or E8M0");
+    const fits = scale.emin - (scale.hasZero ? scale.mantissaBits : 0) >= -100 && exponentOf(scale.largest) <= 100;
+    check(scale.name === "E8M0" || fits, "scale", scale, "a format with values from 2^-100 to 2^100, or E8M0");
     check(!hasTensor || scale.largest <= 2 ** 100, "tensor_scale", hasTensor, `False, because ${scale.name} leaves no range to a tensor scale`);
   } else {
     check(!hasTensor, "tensor_scale", hasTensor, `a scale format of at most 8 bits; scale is '${scale}'`);
     check(scale !== "float32" || rounding === "nearest", "scale_rounding", rounding, "'nearest' for float32 scales");
   }
+  check(element.target * (hasTensor ? scale.largest : 1) <= 2 ** 127, "element", element, "at most 2^127 as its largest value, times the largest scale");
   check(!element.hasPairs || (scale instanceof Format && scale.name === "E8M0" && rows === 1), "element", element, "scale E8M0 and blocks of one row");
   return {
     id,
@@ -440,7 +444,7 @@ function ownRecipes(text) {
     else needs(value?.own, `a line gives ${shown(value)}; needs a call such as ${EXAMPLE_OWN}`);
     if (value?.own) found.push(value);
   }
-  const fields = ["id", "element", "scale", "block", "scale_rounding", "tensor_scale"].filter((name) => name in variables);
+  const fields = ["id", "element", "scale", "block", "scale_rounding", "tensor_scale", "levels"].filter((name) => name in variables);
   if (!found.length && text.trim())
     found.push(makeRecipe({ positions: [], names: { id: "own", ...Object.fromEntries(fields.map((name) => [name, variables[name]])) } }));
   found.forEach((one, i) => needs(!found.slice(0, i).some((other) => other.id === one.id), `two recipes are called ${one.id}; needs different names`));
