@@ -29,7 +29,7 @@ from fp4kit.cpu.codec import SEGMENT, decode_key, element_key, kept_factors, not
 from fp4kit.cpu.source_digest import digest
 from fp4kit.formats import BLOCK_FORMATS, ELEMENT_FORMATS, Codebook, IntegerOrFloat
 from fp4kit.recipes import ALIASES, ALL_RECIPES, RECIPES, Recipe
-from fp4kit.recipes.schema import PRODUCER_NAMES, decoding, producer_of
+from fp4kit.recipes.schema import PRODUCERS, decoding, producer_of
 from fp4kit.reference.arith import reciprocal_table
 
 FOLDER = Path(__file__).parent / "explorer"
@@ -67,7 +67,7 @@ def entry(r: Recipe) -> dict[str, Any]:
     producer = producer_of(r.id)
     return {
         "id": r.id,
-        "group": f"{r.id.split('-')[0].upper()}, {PRODUCER_NAMES[producer]}",
+        "group": f"{r.id.split('-')[0].upper()}, {PRODUCERS[producer].name}",
         "page": f"producers/{producer}/#{r.id}",
         "element": r.element.name,
         "elementBits": r.element.bits,
