@@ -160,7 +160,7 @@ def _sweep_bar(sweep: Mapping[str, Any] | None) -> Bar:
 
     sweep: the result of cpu_sweep.sweep, or None if it was not run.
     """
-    text = "times faster than the specification, every recipe, dtype and shape from 1 KB: at least 1"
+    text = "times faster than the specification, every recipe, dtype and shape from 1 kB: at least 1"
     if not sweep or not sweep["cases"]:
         return Bar(text, "", "", None)
     smallest = sweep["smallest"][0]

@@ -27,12 +27,13 @@ import numpy as np
 import fp4kit
 from fp4kit.cpu.codec import SEGMENT, decode_key, element_key, kept_factors, not_encoded, rule_key, tensor_key
 from fp4kit.cpu.source_digest import digest
-from fp4kit.formats import IntegerOrFloat
-from fp4kit.recipes import RECIPES, Recipe
-from fp4kit.recipes.schema import decoding
+from fp4kit.formats import BLOCK_FORMATS, ELEMENT_FORMATS, Codebook, IntegerOrFloat
+from fp4kit.recipes import ALIASES, ALL_RECIPES, RECIPES, Recipe
+from fp4kit.recipes.schema import PRODUCERS, decoding, producer_of
 from fp4kit.reference.arith import reciprocal_table
 
 FOLDER = Path(__file__).parent / "explorer"
+SITE = "https://fp4kit.github.io/fp4kit/"  # the documentation, for a page that is not a part of it
 MODULE, DIGEST = FOLDER / "engine.wasm.gz", FOLDER / "engine.digest"
 SOURCE = Path(fp4kit.__file__).parent / "cpu" / "source"
 DTYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
@@ -63,10 +64,11 @@ def entry(r: Recipe) -> dict[str, Any]:
     The recipe must be one that the explorer offers. An infinite bound of the factors becomes None, because JSON has no
     infinity.
     """
-    producer = r.id.split("-")[1]
+    producer = producer_of(r.id)
     return {
         "id": r.id,
-        "group": f"{r.id.split('-')[0].upper()}, {producer}",
+        "group": f"{r.id.split('-')[0].upper()}, {PRODUCERS[producer].name}",
+        "page": f"producers/{producer}/#{r.id}",
         "element": r.element.name,
         "elementBits": r.element.bits,
         "codeBits": r.element.packing.stored_bits,
@@ -113,6 +115,15 @@ def formats() -> dict[str, list[float | str | None]]:
     return {name: [plain(float(value)) for value in f.values] for name, f in found.items()}
 
 
+def named_formats() -> dict[str, list[Any]]:
+    """Return {name: the arguments of Format in own.js} for the formats that a recipe of custom_recipe may name."""
+    fields = ("exponent_bits", "mantissa_bits", "bias", "specials", "signed", "has_zero")
+    tables = [f for f in vars(fp4kit.formats).values() if isinstance(f, Codebook)]
+    return {
+        f.name: [*(getattr(f, name) for name in fields), getattr(f, "table", None)] for f in (*ELEMENT_FORMATS, *tables)
+    }
+
+
 def compile_module() -> None:
     """Compile engine.cpp and the CPU engine to WebAssembly, and store the module and the digest of its sources.
 
@@ -139,18 +150,26 @@ def sources_digest() -> str:
     return f"{digest()} {own}"
 
 
-def page() -> str:
-    """Return the HTML of the explorer: page.html with style, scripts, recipes, formats and the module filled in."""
+def page(site: str = SITE) -> str:
+    """Return the HTML of the explorer: page.html with style, scripts, recipes, formats and the module filled in.
+
+    site: the address of the documentation, to which links lead.
+    """
     reciprocals = gzip.compress(reciprocal_table().astype(np.int8).tobytes(), 9, mtime=0)
     parts = {
         "STYLE": (FOLDER / "style.css").read_text(),
         "ENGINE": (FOLDER / "engine.js").read_text(),
+        "OWN": (FOLDER / "own.js").read_text(),
         "PAGE": (FOLDER / "page.js").read_text(),
         "RECIPES": json.dumps(offered()),
         "LEFT_OUT": json.dumps(left_out()),
         "FORMATS": json.dumps(formats()),
+        "NAMED_FORMATS": json.dumps(named_formats()),
+        "RESERVED": json.dumps([f.name for f in BLOCK_FORMATS]),
+        "TAKEN": json.dumps([id for id in (*ALL_RECIPES, *ALIASES) if id not in RECIPES or why_not(RECIPES[id])]),
         "WASM": base64.b64encode(MODULE.read_bytes()).decode(),
         "RECIPROCALS": base64.b64encode(reciprocals).decode(),
+        "SITE": site,
         "VERSION": fp4kit.__version__,
     }
     text = (FOLDER / "page.html").read_text()

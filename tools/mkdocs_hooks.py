@@ -19,7 +19,8 @@ import producer_pages  # noqa: E402
 from mkdocs.structure.files import File  # noqa: E402
 
 PICTURE = re.compile(r'<img [^>]*src="([^"]*/images/[^"]+|images/[^"]+)\.svg"[^>]*>')
-CELL = re.compile(r"(?<=<td>)[^<]+(?=</td>)")
+CELL = re.compile(r"<td>([^<]+)</td>")
+LONG = 36  # letters of a word, such as a path, for which a column must be wide
 WITHOUT_CONTENTS = ("recipes.md", "guides/train-and-serve.md")  # pages whose tables need the whole width
 FOUND_FIRST = ("install.md", "guides/adapters.md", "guides/convert.md")  # by search, before pages that name the word
 LINK = re.compile(r"\]\((\.\./[^)#\s]+)")
@@ -32,7 +33,7 @@ def on_files(files: Any, config: Any) -> Any:
     """
     for name, text in producer_pages.pages().items():
         files.append(File.generated(config, f"producers/{name}", content=text))
-    files.append(File.generated(config, "explorer.html", content=build_explorer.page()))
+    files.append(File.generated(config, "explorer.html", content=build_explorer.page("./")))
     return files
 
 
@@ -63,10 +64,16 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
 def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
     """Return a page's HTML, in which a window of at most 45 em (720 pixels) shows the narrow drawing of a picture.
 
-    Cells of tables may break paths after a slash or an underscore.
+    Cells of tables may break paths after a slash or an underscore, and cells with long paths are wide.
 
     mkdocs calls this hook for every page. tools/pictures.py and tools/plots.py draw every picture twice.
     """
-    html = CELL.sub(lambda cell: re.sub(r"(?<=\w)[/_](?=\w)", r"\g<0><wbr>", cell[0]), html)
+
+    def wrapped(cell: re.Match[str]) -> str:
+        is_long = max(map(len, cell[1].split()), default=0) > LONG
+        text = re.sub(r"(?<=\w)[/_](?=\w)", r"\g<0><wbr>", cell[1])
+        return f"<td{' class=long' * is_long}>{text}</td>"
+
+    html = CELL.sub(wrapped, html)
     source = r'<picture><source media="(max-width: 45em)" srcset="\1-narrow.svg">\g<0></picture>'
     return PICTURE.sub(source, html)

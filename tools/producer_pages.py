@@ -6,8 +6,10 @@ tools/mkdocs_hooks.py adds the pages to the site.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable, Iterable
 from functools import cache
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -22,6 +24,9 @@ from fp4kit.reference.ascend import SCALED, hif4
 from fp4kit.reference.block_rules import BLOCK_RULES
 from fp4kit.reference.four_over_six import quantize_four_over_six, quantize_if4
 from fp4kit.reference.tensor_rules import TENSOR_RULES
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from build_explorer import why_not
 
 # {block rule by which a block chooses between two candidates: the function that quantizes by it}
 _CHOICES = {"four_over_six": quantize_four_over_six, "fouroversix_if4": quantize_if4}
@@ -97,11 +102,15 @@ def page(name: str, recipes: list[Recipe]) -> str:
 
 
 def _entry(r: Recipe) -> str:
-    """Return the Markdown list entry of a recipe: id, block shape, recorded outputs, and source."""
+    """Return the Markdown list entry of a recipe: id, block shape, recorded outputs, source, and a link to explore it.
+
+    Its anchor is the id, to which the explorer links.
+    """
     equal, compared = _recorded(r)
     counts = f"{equal} of {compared} recorded outputs equal" if compared else "no recorded outputs"
     exact = f" Equal to: {r.exact}." if r.exact else ""
-    return f"- **`{r.id}`**, blocks of {block_text(r)}, {counts}.{exact} Source: {r.source}."
+    explorer = f" [Explore](../explorer.html#recipes={r.id})." if r.id in RECIPES and why_not(r) is None else ""
+    return f"- **`{r.id}`**{{ #{r.id} }}, blocks of {block_text(r)}, {counts}.{exact} Source: {r.source}.{explorer}"
 
 
 def _versions(recipes: Iterable[Recipe]) -> str:

@@ -72,7 +72,8 @@ def _print_checkpoint(out: Output, body: dict[str, Any], items: Iterable[Item]) 
     out.lines(f"quantized layers: {count} in {shown(name)}" for name, count in formats.items())
     out.lines(f"{key}: {shown(value)}" for key, value in body["quantization"].items())
     out.lines(f"warning: {text}" for text in body["warnings"])
-    out.records(body["tensors"], {"tensor": "{name}", "dtype": "{dtype}", "shape": "{shape}", "#bytes": "{bytes}"})
+    sizes = [{**one, "size": decimal(one["bytes"])} for one in body["tensors"]]
+    out.records(sizes, {"tensor": "{name}", "dtype": "{dtype}", "shape": "{shape}", "#size": "{size}"})
     out.records(body["layers"], {"quantized layer": "{name}", "format": "{format}", "shape": "{shape}"})
     names: dict[tuple[str, str, str], list[str]] = {}
     for item in items:

@@ -167,8 +167,8 @@ class Comparison(Shown):
 
     Attributes:
         codes: count of element codes.
-        scales: count of block scales.
-        tensor_scales: count of tensor scales.
+        scales: count of block scales, including float32 block scales, which a Quantized stores in tensor_scale.
+        tensor_scales: count of tensor scales, one per tensor or per row.
         values: count of values, compared in every bit; NaN equals NaN.
         max_ulp: largest distance between two values at one index, counted in steps from one float32 number to the next
             (float64 if a or b is a float64 array). Pairs with a NaN are left out.
@@ -363,8 +363,11 @@ def _compare_parts(a: Quantized, b: Quantized) -> tuple[Count, Count, Count]:
     if not comparable or a.recipe.block_size != b.recipe.block_size or a.recipe.levels != b.recipe.levels:
         return (0, 0), (0, 0), (0, 0)
     codes = _count(a.packed, b.packed, partial(unpacked, packing=a.recipe.element.packing))
-    scales = (0, 0) if a.block_scale is None else _count(a.block_scale, b.block_scale)
-    return codes, scales, _count(a.tensor_scale, b.tensor_scale)
+    tensor_scales = _count(a.tensor_scale, b.tensor_scale)
+    if a.block_scale is None:
+        per_block = a.recipe.tensor_scaling == "block"
+        return (codes, tensor_scales, (0, 0)) if per_block else (codes, (0, 0), tensor_scales)
+    return codes, _count(a.block_scale, b.block_scale), tensor_scales
 
 
 @cache
@@ -420,7 +423,7 @@ class RecipeComparison(Shown):
         codes: float64, the share of element codes that differ, from 0 to 1. NaN if two recipes have different element
             formats, or if one of the two gives no codes.
         scales: float64, the share of block scales that differ. NaN if codes is NaN, if the scale formats or block sizes
-            differ, or if there are no block scales.
+            differ, or if there are no block scales. Float32 block scales, such as those of NF4, count here too.
         tensor_scales: float64, the share of tensor scales that differ in any bit. NaN if a recipe has none, or if the
             two recipes have different numbers of tensor scales, such as one per tensor and one per row.
         values: float64, the share of decoded values that differ in any bit; NaN equals NaN.
@@ -495,9 +498,11 @@ def compare_recipes(
 
     Args:
         x: float32, float16 or bfloat16 array, as for fp4kit.quantize. An array on a GPU is first copied to the host.
-        recipes: at least two recipe ids, aliases or Recipes.
+        recipes: at least two recipe ids, aliases or Recipes, such as those of fp4kit.custom_recipe. Formats and block
+            sizes may differ: the distances from x can always be compared, and codes if the element formats are equal.
         axis: the axis along which blocks run.
-        tensor_amax: as for fp4kit.quantize, for the recipes that have a tensor scale. None computes it from x.
+        tensor_amax: as for fp4kit.quantize. A number holds for the recipes that have one scale per tensor, and an array
+            for all recipes with float32 scales. None computes it from x.
 
     Returns:
         A RecipeComparison.
@@ -537,7 +542,7 @@ def compare_recipes(
     chosen = [recipe_of(OP, r) for r in recipes]
     array: np.ndarray = import_to_host(OP, x=x)
     for r in chosen:
-        fake_call(OP, array, r, axis, tensor_amax=None if r.tensor_scaling == "none" else tensor_amax)
+        fake_call(OP, array, r, axis, tensor_amax=amax_for(r, tensor_amax))
     results, bits = zip(*(_parts_by(array, r, axis, tensor_amax) for r in chosen), strict=True)
     n = len(chosen)
     shares, first = np.zeros((4, n, n)), np.full((n, n), None, object)
@@ -554,6 +559,12 @@ def compare_recipes(
     ids = tuple(r.id for r in chosen)
     sqnr, largest, relative = np.array([_errors(array, parts[3].array) for parts in results]).T
     return RecipeComparison(ids, codes, scales, tensor_scales, values, first, sqnr, largest, relative, np.array(bits))
+
+
+def amax_for(r: Recipe, tensor_amax: Any) -> Any:
+    """Return the part of an argument tensor_amax that a recipe needs, if several recipes share the argument."""
+    is_number = np.ndim(tensor_amax) == 0
+    return None if r.tensor_scaling == "none" or (is_number and r.tensor_scaling != "tensor") else tensor_amax
 
 
 def _errors(x: np.ndarray, values: np.ndarray) -> tuple[float, float, float]:
@@ -575,16 +586,18 @@ class _Part(NamedTuple):
 
 def _parts_by(x: np.ndarray, r: Recipe, axis: int, tensor_amax: Any) -> tuple[tuple[Any, ...], float]:
     """Return the codes, block scales, tensor scales and values that a recipe gives for x, and the bits per value."""
-    given = None if r.tensor_scaling == "none" else tensor_amax
+    given = amax_for(r, tensor_amax)
     if r.fake_only:
         values = np.asarray(fake_quantize(x, r, axis=axis, tensor_amax=given), np.float32)
         return (_Part(None), _Part(None), _Part(None), _Part(_bits(values))), np.nan
     q: Quantized = quantize(x, r, axis=axis, tensor_amax=given)
     codes = np.moveaxis(unpacked(q.packed, r.element.packing), -1, q.axis)
-    tensor_scales = None if q.tensor_scale is None else _bits(q.tensor_scale)
-    scales = _Part(q.block_scale, (r.element, r.scale, r.block_size, r.levels))
+    scales, tensor_scales = q.block_scale, None if q.tensor_scale is None else _bits(q.tensor_scale)
+    if scales is None and r.tensor_scaling == "block":
+        scales, tensor_scales = tensor_scales, None
+    kept = _Part(scales, (r.element, r.scale, r.block_size, r.levels))
     decoded = _Part(_bits(dequantize(q, np.float32)))
-    return (_Part(codes, r.element), scales, _Part(tensor_scales), decoded), q.bits_per_value
+    return (_Part(codes, r.element), kept, _Part(tensor_scales), decoded), q.bits_per_value
 
 
 def _bits(values: np.ndarray) -> np.ndarray:

@@ -14,7 +14,7 @@ Examples:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -23,11 +23,11 @@ import numpy as np
 from fp4kit.arrays.imports import import_to_host
 from fp4kit.formats import IF4_INTEGER_BIT, ElementFormat, IntegerOrFloat
 from fp4kit.layouts import unpacked, unswizzle_scales
-from fp4kit.ops.compare import RecipeComparison
+from fp4kit.ops.compare import RecipeComparison, amax_for
 from fp4kit.ops.explain import Explanation, explain
 from fp4kit.ops.matmul import ErrorBudget
 from fp4kit.ops.quantize import dequantize, quantize
-from fp4kit.plot.style import BLUE, GREY, MARKS, ORANGE, axes, without_frame
+from fp4kit.plot.style import BLUE, GREEN, GREY, MARKS, ORANGE, STYLE, axes, without_frame
 from fp4kit.quantized.container import Quantized
 from fp4kit.quantized.slicing import on_host
 from fp4kit.recipes import Recipe, recipe_of
@@ -37,11 +37,16 @@ from fp4kit.types import RecipeId
 __all__ = [
     "block",
     "compare_recipes",
+    "dots",
+    "elements",
     "error_against_scale",
     "histogram",
     "layers",
+    "matrix",
+    "memory",
     "number_line",
     "product",
+    "use_style",
 ]
 
 
@@ -100,36 +105,186 @@ def _shares(q: Quantized) -> tuple[np.ndarray, np.ndarray]:
     return values, np.bincount(inverse, counts, len(values)) / max(codes.size, 1)
 
 
-def layers(ratios: Mapping[str, float], *, ax: Any = None) -> Any:
-    """Draw the SQNR of layers as bars, the worst layer on top.
+def layers(ratios: Mapping[str, float] | Mapping[str, Mapping[str, float]], *, ax: Any = None) -> Any:
+    """Draw the SQNR of layers: as bars with the worst layer on top, or as marks for several recipes.
 
     SQNR is the signal-to-quantization-noise ratio: 6 dB more halves the error. The bars of layers more than 1 dB below
     the median are hatched.
 
     Args:
         ratios: {name of the layer: SQNR in dB}, such as {name: fp4kit.compare(x, q).sqnr}. A layer without an error
-            (inf) or without a signal (-inf) has a label, but no bar.
+            (inf) or without a signal (-inf) has a label, but no bar. Or {recipe: {name of the layer: SQNR in dB}}, with
+            the same layers for every recipe; an infinite ratio then has no mark.
         ax: the Axes to draw on; None makes a new figure.
 
     Returns:
-        The Axes, with the layers from the worst to the best.
+        The Axes. For one recipe, it has the layers from the worst to the best as bars. For several recipes, it has one
+        line of marks per recipe, with the layers from left to right in the order of the first recipe.
 
     Raises:
-        ValueError: there are no layers, or a ratio is NaN.
+        ValueError: there are no layers, a ratio is NaN, or two recipes have different layers.
     """
     if not ratios:
         raise ValueError("plot.layers: ratios is empty; needs at least one layer")
-    if missing := [name for name, ratio in ratios.items() if np.isnan(ratio)]:
-        raise ValueError(f"plot.layers: the ratio of {missing[0]} is NaN; needs a number")
-    names = sorted(ratios, key=lambda name: ratios[name])
-    heights = [ratios[name] if np.isfinite(ratios[name]) else 0.0 for name in names]
-    limit = float(np.median([ratios[name] for name in names])) - 1
+    per_recipe = {id: ratio for id, ratio in ratios.items() if isinstance(ratio, Mapping)}
+    series: dict[str, Mapping[str, float]] = per_recipe or {"": ratios}  # type: ignore[dict-item]
+    names = list(next(iter(series.values())))
+    for id, found in series.items():
+        if found.keys() != {*names}:
+            raise ValueError(f"plot.layers: {id} and {next(iter(series))} have different layers; needs equal ones")
+        if missing := [name for name, ratio in found.items() if np.isnan(ratio)]:
+            raise ValueError(f"plot.layers: the ratio of {missing[0]} is NaN; needs a number")
+    if per_recipe:
+        ax = axes(ax, max(6, 2 + 0.2 * len(names)), 4.5)
+        for i, (id, found) in enumerate(per_recipe.items()):
+            ax.plot([found[name] for name in names], linestyle="none", label=id, **_mark(i))
+        ax.set_xticks(range(len(names)), names, rotation=90, fontsize=8)
+        ax.set_ylabel("SQNR in dB")
+        ax.legend(frameon=False, fontsize=9, loc="upper left", bbox_to_anchor=(1, 1))
+        ax.grid(True, color="#eeeeee")
+        without_frame(ax)
+        return ax
+    (found,) = series.values()
+    names.sort(key=lambda name: found[name])
+    heights = [found[name] if np.isfinite(found[name]) else 0.0 for name in names]
+    limit = float(np.median([found[name] for name in names])) - 1
     ax = axes(ax, 8, 1.2 + 0.26 * len(names))
-    _draw_bars(ax, heights, [f"{ratios[name]:.1f}" for name in names], [ratios[name] < limit for name in names], ORANGE)
+    _draw_bars(ax, heights, [f"{found[name]:.1f}" for name in names], [found[name] < limit for name in names], ORANGE)
     ax.set_yticks(np.arange(len(names)), names, fontsize=8)
     ax.set_xlabel("SQNR in dB (hatched: more than 1 dB below the median)")
     ax.margins(x=0.08)
     return ax
+
+
+def _mark(i: int) -> dict[str, Any]:
+    """Return the style of the marks of recipe number i: shapes differ first, then colors."""
+    return {"marker": MARKS[i % len(MARKS)], "color": (BLUE, ORANGE, GREEN, GREY)[i % 4], "markeredgecolor": "black"}
+
+
+def dots(values: Mapping[str, float], *, reference: Mapping[str, float] | None = None, ax: Any = None) -> Any:
+    """Draw named numbers, such as the SQNR of recipes, as one mark per row.
+
+    Args:
+        values: {name: number}, from top to bottom.
+        reference: {name: number} of dashed vertical lines, such as the result of a baseline; None for no lines.
+        ax: the Axes to draw on; None makes a new figure.
+
+    Returns:
+        The Axes. Its first line holds the marks. Labels, limits and scales of the horizontal axis are the caller's.
+
+    Raises:
+        ValueError: values is empty.
+    """
+    if not values:
+        raise ValueError("plot.dots: values is empty; needs at least one number")
+    ax = axes(ax, 8, 1 + 0.24 * len(values))
+    ax.plot(list(values.values()), range(len(values)), "o", color=BLUE, zorder=3)
+    ax.set_yticks(range(len(values)), list(values), fontsize=9)
+    ax.set_ylim(len(values) - 0.4, -0.6)
+    ax.grid(True, color="#eeeeee")
+    for name, value in (reference or {}).items():
+        ax.axvline(value, color=ORANGE, linestyle="--", linewidth=2)
+        ax.text(value, 1.01, name, transform=ax.get_xaxis_transform(), ha="center", va="bottom", fontsize=9)
+    without_frame(ax)
+    return ax
+
+
+def elements(x: Any, result: Any = None, *, ax: Any = None) -> Any:
+    """Draw the elements of a block as bars, and what they were rounded to as marks.
+
+    Args:
+        x: numbers, such as one block; its axes are flattened.
+        result: as many numbers, such as fp4kit.fake_quantize(x, recipe). None draws the elements alone.
+        ax: the Axes to draw on; None makes a new figure.
+
+    Returns:
+        The Axes, with one bar per element. Its last line holds the results.
+
+    Raises:
+        ValueError: result has another size than x.
+    """
+    numbers = np.asarray(x, np.float64).reshape(-1)
+    ax = axes(ax, 6, 2.5)
+    ax.bar(range(len(numbers)), numbers, color=GREY if result is None else BLUE)
+    ax.axhline(0, color="black", linewidth=0.8)
+    if result is not None:
+        rounded = np.asarray(result, np.float64).reshape(-1)
+        if len(rounded) != len(numbers):
+            raise ValueError(f"plot.elements: result has {len(rounded)} numbers; needs {len(numbers)}, as x has")
+        ax.plot(range(len(rounded)), rounded, "D", color=ORANGE, markeredgecolor="black", markersize=5)
+    without_frame(ax)
+    return ax
+
+
+_SHADES = ("#ffffff", "#bcd9ee", "#e9b44c", "#c9e8d9")  # neighbors differ in gray too
+
+
+def memory(
+    pack: Callable[[np.ndarray, np.ndarray], Any],
+    count: int,
+    scales: int = 0,
+    *,
+    per_line: int = 8,
+    group: int = 16,
+    ax: Any = None,
+) -> Any:
+    """Draw where a layout stores 4-bit codes and scales: bytes as boxes of two nibbles, each with its element.
+
+    `pack` is called three times, with codes and scales that number themselves.
+
+    Args:
+        pack: a function from codes, uint8 (count,) with values below 16, and scales, uint8 (scales,), to the bytes that
+            store them. An example is lambda codes, scales: fp4kit.pack(codes).
+        count: the number of elements, at most 256.
+        scales: the number of scales, each of one byte, at most 255.
+        per_line: the bytes of a line of the picture.
+        group: elements of which group of this length get one shade.
+        ax: the Axes to draw on; None makes a new figure.
+
+    Returns:
+        The Axes. Its texts name the contents in the order of memory: the index of the element in the high nibble and in
+        the low nibble of a byte, or "s0" for a byte with scale 0.
+
+    Raises:
+        ValueError: count is not from 1 to 256, or scales not from 0 to 255.
+        ValueError: pack does not store every element in one nibble, and every scale in one byte.
+    """
+    if not 1 <= count <= 256 or not 0 <= scales <= 255:
+        raise ValueError(f"plot.memory: count is {count}, scales is {scales}; needs 1 to 256, and 0 to 255")
+    index, zeros, no_scales = np.arange(count), np.zeros(count, np.uint8), np.zeros(scales, np.uint8)
+    calls = ((index % 16, no_scales), (index // 16, no_scales), (zeros, np.arange(1, scales + 1)))
+    low, high, stored = (
+        np.asarray(pack(codes.astype(np.uint8), numbers.astype(np.uint8))).view(np.uint8).reshape(-1).astype(int)
+        for codes, numbers in calls
+    )
+    places = np.stack([(low >> 4) + (high >> 4 << 4), (low & 15) + ((high & 15) << 4)], axis=-1)
+    elements = places[stored == 0].reshape(-1)
+    if sorted(elements) != [*index] or sorted(stored[stored > 0]) != [*range(1, scales + 1)]:
+        raise ValueError("plot.memory: pack must store every element in one nibble, and every scale in one byte")
+    lines = -(-len(stored) // per_line)
+    ax = axes(ax, 1.2 + per_line, 0.6 + 0.45 * lines)
+    for byte, (scale, pair) in enumerate(zip(stored, places, strict=True)):
+        x, y = byte % per_line, byte // per_line
+        parts: list[Any] = [(x, 1, f"s{scale - 1}", "#4d4d4d", "white")] if scale else []
+        for half, element in enumerate(() if scale else pair):
+            parts.append((x + half / 2, 0.5, str(element), _SHADES[element // group % len(_SHADES)], "black"))
+        for left, width, text, shade, color in parts:
+            ax.bar(left, 1, width, y, align="edge", color=shade, edgecolor="#999999", linewidth=0.5)
+            ax.text(left + width / 2, y + 0.5, text, color=color, ha="center", va="center", fontsize=8)
+        ax.bar(x, 1, 1, y, align="edge", fill=False, edgecolor="black", linewidth=1.2)
+    ax.set(xlim=(-0.05, per_line + 0.05), ylim=(lines + 0.05, -0.05))
+    ax.set_xticks(np.arange(per_line) + 0.5, [str(i) for i in range(per_line)])
+    ax.set_yticks(np.arange(lines) + 0.5, [f"byte {per_line * i}" for i in range(lines)])
+    ax.tick_params(length=0)
+    ax.spines[:].set_visible(False)
+    return ax
+
+
+def use_style() -> None:
+    """Set the matplotlib settings (rcParams) of fp4kit's notebooks: plain axes, titles on the left, no frames."""
+    import matplotlib
+
+    matplotlib.rcParams.update(STYLE)
 
 
 def _draw_bars(ax: Any, widths: Sequence[float], labels: Sequence[str], hatched: Sequence[bool], color: str) -> None:
@@ -214,27 +369,33 @@ def error_against_scale(
 ) -> Any:
     """Draw the error of a block under each possible block scale, and mark the scales that recipes choose.
 
-    The error is the mean squared error of the decoded values. For the curve, the first recipe quantizes the block once
-    under every positive scale of its format. If its block scales are float32 or 16-bit numbers, the recipe instead
-    quantizes the block under the scales that it computes from 256 amaxes per octave. With elements IF4, the recipe
-    quantizes the block under each scale as E2M1 and as INT4, and the smaller error counts. If the recipe has levels of
-    scales, or is computed by the specification alone, it quantizes the block under the amaxes from which the scales
-    follow; exponent bits below a scale are chosen for it. The curve is drawn within a factor of 6 of the best scale.
+    The error is the mean squared error of the decoded values. For the curve, the first recipe of a format quantizes the
+    block once under every positive scale of its format. If its block scales are float32 or 16-bit numbers, the recipe
+    instead quantizes the block under the scales that it computes from 256 amaxes per octave. With elements IF4, the
+    recipe quantizes the block under each scale as E2M1 and as INT4, and the smaller error counts. If the recipe has
+    levels of scales, or is computed by the specification alone, it quantizes the block under the amaxes from which the
+    scales follow; exponent bits below a scale are chosen for it. The curve is drawn within a factor of 6 of the best
+    scale.
+
+    Recipes may differ in format and block size. Then every format has a curve for each of its blocks in x. If element
+    formats differ, scales are multiplied by the largest element, which makes them comparable.
 
     Args:
-        x: one block: a float32, float16 or bfloat16 array of the block size.
-        recipes: one or several recipes with equal element and scale formats, in blocks of one row.
+        x: one block: a float32, float16 or bfloat16 array of the block size, or of the largest block size, which the
+            other block sizes must divide.
+        recipes: one or several recipes, in blocks of one row.
         tensor_amax: the amax of the tensor that the block comes from, of its row for recipes with one tensor scale per
             row, or of its outer block for recipes with levels. None uses the amax of x. Other recipes ignore it.
         ax: the Axes to draw on; None makes a new figure.
 
     Returns:
-        The Axes. The first line is the curve, and the second is the smallest error. Each further line marks a recipe.
+        The Axes. Its first lines are a curve per format and block, each with its smallest error as the next line. Each
+        further line marks the scale of a recipe in a block. Blocks of zeros are left out.
 
     Raises:
         TypeError: x is not an array of numbers, or a recipe is neither an id nor a Recipe.
         ValueError: x is not one block, is not finite, or consists of zeros.
-        ValueError: recipes is empty, or the formats or blocks of two recipes differ.
+        ValueError: recipes is empty, or a block size does not divide the largest one.
         ValueError: a recipe is unknown, has no codes or no blocks, or has blocks of several rows.
 
     Examples:
@@ -248,51 +409,71 @@ def error_against_scale(
     given = [recipes] if isinstance(recipes, (str, Recipe)) else list(recipes)
     chosen = [recipe_of(op, r) for r in given]
     array = import_to_host(op, x=x)
-    first = _same_formats(op, chosen)
-    if array.shape != (first.block_size,):
-        raise ValueError(f"{op}: x has shape {array.shape}; needs one block, ({first.block_size},)")
-    if not np.isfinite(array).all() or not array.any():
-        raise ValueError(f"{op}: x holds a NaN or an infinity, or only zeros; needs finite numbers")
-    takes = [r.tensor_scaling in ("tensor", "row") or (r.levels and r.tensor_scaling == "block") for r in chosen]
-    found = [quantize(array, r, tensor_amax=tensor_amax if t else None) for r, t in zip(chosen, takes, strict=True)]
-    scales, values = _swept(array, first, found[0])
-    errors = _mean_square(values, array)
-    if isinstance(first.element, IntegerOrFloat):
-        scales, errors = scales[: len(scales) // 2], errors.reshape(2, -1).min(axis=0)
-    best = int(errors.argmin())
-    order = np.argsort(scales)
-    near = order[(scales[order] > scales[best] / 6) & (scales[order] < scales[best] * 6)]
+    _check_one_block(op, chosen, array)
+    formats = {(r.element, r.scale, r.block, r.levels): r for r in reversed(chosen)}  # format -> its first recipe
+    is_scaled = len({r.element for r in chosen}) > 1
+    curves, marks = [], []
+    for i, r in enumerate(chosen):
+        takes = r.tensor_scaling in ("tensor", "row") or (r.levels and r.tensor_scaling == "block")
+        amax = tensor_amax if takes else None
+        if amax is None and takes and r.block_size < array.size:
+            amax = np.float32(np.abs(array).max())
+        largest = float(r.element.max) if is_scaled else 1.0
+        for block in filter(np.any, array.reshape(-1, r.block_size)):
+            q = quantize(block, r, tensor_amax=amax)
+            if formats[r.element, r.scale, r.block, r.levels] == r and r not in chosen[:i]:
+                curves.append((r, *_curve(block, r, q, largest)))
+            scale = 1.0 if q.tensor_scale is None else float(np.squeeze(q.tensor_scale))
+            if r.scale is not None:
+                scale *= abs(float(r.scale.values[int(q.block_scale.reshape(-1)[0])]))
+            marks.append((i, scale * largest, float(_mean_square(dequantize(q, np.float32), block))))
     ax = axes(ax, 8, 4)
-    label = "sampled scales" if first.scale is None else "every scale"
-    ax.plot(scales[near], errors[near], "-", color=GREY, marker=".", label=label)
-    ax.plot(scales[best], errors[best], "o", color="black", fillstyle="none", markersize=15, label="smallest error")
-    for i, (r, q) in enumerate(zip(chosen, found, strict=True)):
-        error = _mean_square(dequantize(q, np.float32), array)
-        mark = {"marker": MARKS[i % len(MARKS)], "color": (BLUE, ORANGE)[i % 2], "markersize": 8}
-        scale = 1.0 if q.tensor_scale is None else float(np.squeeze(q.tensor_scale))
-        if r.scale is not None:
-            scale *= abs(float(r.scale.values[int(q.block_scale.reshape(-1)[0])]))
-        ax.plot(scale, error, linestyle="none", label=r.id, **mark)
-    has_both = first.scale is not None and first.tensor_scaling != "none"
-    label = "block scale × tensor scale" if has_both else "block scale"
+    drawn = list(dict.fromkeys(r for r, *_ in curves))
+    for r, scales, errors in curves:
+        label = "sampled scales" if r.scale is None else "every scale"
+        label += f" of {r.element} in blocks of {r.block_size}" * (len(drawn) > 1)
+        style, best = ("-", "--", ":", "-.")[drawn.index(r) % 4], int(errors.argmin())
+        ax.plot(scales, errors, style, color=GREY, marker=".", label=label)
+        ax.plot(scales[best], errors[best], "o", color="black", fillstyle="none", markersize=15, label="smallest error")
+    for i, scale, error in marks:
+        ax.plot(scale, error, linestyle="none", label=chosen[i].id, markersize=8, **_mark(i))
+    has_both = any(r.scale is not None and r.tensor_scaling != "none" for r in chosen)
+    label = "block scale" + " × tensor scale" * has_both + " × largest element" * is_scaled
     ax.set(xscale="log", yscale="log", xlabel=label, ylabel="mean squared error")
-    ax.legend(frameon=False, fontsize=9)
+    entries = {line.get_label(): line for line in ax.lines}
+    ax.legend(entries.values(), entries, frameon=False, fontsize=9)
     without_frame(ax)
     return ax
 
 
-def _same_formats(op: str, recipes: list[Recipe]) -> Recipe:
-    """Return the first recipe, after checking that all recipes can be drawn in one picture."""
+def _check_one_block(op: str, recipes: list[Recipe], x: np.ndarray) -> None:
+    """Raise ValueError unless all recipes can be drawn in one picture, and x is one block of them."""
     if not recipes:
         raise ValueError(f"{op}: recipes is empty; needs at least one recipe")
-    first = recipes[0]
     for r in recipes:
         if r.fake_only or not r.block or r.block_rows > 1:
             has = "no codes" if r.fake_only else f"blocks of {r.block_rows} rows" if r.block else "no blocks"
             raise ValueError(f"{op}: {r.id} has {has}; needs a recipe with codes, in blocks of one row, like nvfp4-te")
-        if (r.element, r.scale, r.block, r.levels) != (first.element, first.scale, first.block, first.levels):
-            raise ValueError(f"{op}: {r.id} and {first.id} differ in format or block; draw them on two Axes")
-    return first
+    longest = max(recipes, key=lambda r: r.block_size)
+    for r in recipes:
+        if longest.block_size % r.block_size:
+            needed = f"needs a divisor of {longest.block_size}, the block size of {longest.id}"
+            raise ValueError(f"{op}: {r.id} has blocks of {r.block_size}; {needed}")
+    if x.shape != (longest.block_size,):
+        raise ValueError(f"{op}: x has shape {x.shape}; needs one block, ({longest.block_size},)")
+    if not np.isfinite(x).all() or not x.any():
+        raise ValueError(f"{op}: x holds a NaN or an infinity, or only zeros; needs finite numbers")
+
+
+def _curve(x: np.ndarray, r: Recipe, q: Any, factor: float) -> tuple[np.ndarray, np.ndarray]:
+    """Return scales times a factor in ascending order, within a factor of 6 of the best, and the error under each."""
+    scales, values = _swept(x, r, q)
+    errors = _mean_square(values, x)
+    if isinstance(r.element, IntegerOrFloat):
+        scales, errors = scales[: len(scales) // 2], errors.reshape(2, -1).min(axis=0)
+    best, order = scales[errors.argmin()], np.argsort(scales)
+    near = order[(scales[order] > best / 6) & (scales[order] < best * 6)]
+    return scales[near] * factor, errors[near]
 
 
 def _swept(x: np.ndarray, r: Recipe, q: Any) -> tuple[np.ndarray, np.ndarray]:
@@ -324,6 +505,7 @@ def _mean_square(values: np.ndarray, x: np.ndarray) -> np.ndarray:
 
 
 _MAP = "Greys"  # light for small magnitudes; it prints in grey
+_DARKEST = 2.4  # the largest magnitude is 1, and so is never too dark for a black text
 
 
 def block(
@@ -338,13 +520,17 @@ def block(
 
     Steps that all elements of the block share, such as amaxes and scales, are in the title. Within a row, darker cells
     are larger magnitudes. The last row is the error, result minus element. With several recipes, their rows follow one
-    another, and the numbers that differ from those of the first recipe are bold and framed.
+    another, and the numbers that differ from those of the first recipe are bold and framed. If element formats differ,
+    only results and errors are compared.
+
+    If block sizes differ, the columns are the elements of the largest block. The scales of recipes with smaller blocks
+    then get rows of their own. A recipe without blocks can be drawn beside one with blocks.
 
     Args:
         x: float32, float16 or bfloat16 array, quantized along its last axis.
-        recipe: a recipe id, an alias or a Recipe with blocks; or several of them with blocks of equal length.
+        recipe: a recipe id, an alias or a Recipe; or several of them. At least one must have blocks.
         index: the index of any element of the block.
-        tensor_amax: as for fp4kit.quantize; None computes it from x.
+        tensor_amax: as for fp4kit.compare_recipes; None computes it from x.
         ax: the Axes to draw on; None makes a new figure.
 
     Returns:
@@ -352,43 +538,41 @@ def block(
 
     Raises:
         ValueError, TypeError, IndexError: as for fp4kit.explain.
-        ValueError: there is no recipe, a recipe has no blocks, or its blocks are not as long as those of the first.
+        ValueError: there is no recipe, or none of the recipes has blocks.
     """
     op = "plot.block"
     recipes = [recipe_of(op, each) for each in ([recipe] if isinstance(recipe, (str, Recipe)) else recipe)]
-    _check_blocks(op, recipes)
-    array, size = import_to_host(op, x=x), recipes[0].block_size
+    if not recipes:
+        raise ValueError(f"{op}: recipe is empty; needs a recipe id, or several")
+    sizes = [r.block_size for r in recipes if r.block]
+    if not sizes:
+        raise ValueError(f"{op}: {recipes[0].id} has no blocks; needs a recipe such as nvfp4-te")
+    array = import_to_host(op, x=x)
+    at = explain(array, recipes[0], index, tensor_amax=amax_for(recipes[0], tensor_amax)).index
+    columns = range(min(at[-1] // n * n for n in sizes), max(at[-1] // n * n + n for n in sizes))
     rows: dict[str, list[float]] = {}
     title, differs = [], []
     for r in recipes:
-        left, shared, steps = _steps_of_block(array, r, index, tensor_amax)
+        amax = amax_for(r, tensor_amax)
+        shared, steps = _divided([explain(array, r, (*at[:-1], j), tensor_amax=amax) for j in columns])
         title.append(f"{r.id}\n{shared}")
         for name, numbers in steps.items():
             if name != "element" or not rows:
                 first = rows.get(_label(name, recipes[0], recipes), numbers)
                 rows[_label(name, r, recipes)] = numbers
-                differs.append(np.not_equal(first, numbers))
+                is_comparable = r.element == recipes[0].element or name in ("result", "error")
+                differs.append(np.not_equal(first, numbers) & is_comparable)
     if len(recipes) > 1:
         title.append(f"bold in a frame: differs from {recipes[0].id}")
-    ax = axes(ax, 1.6 + 0.62 * size, 1.6 + 0.36 * len(rows) + 0.3 * (len(recipes) - 1))
-    _draw_rows(ax, np.array([*rows.values()]), np.array(differs))
+    is_long = len(columns) > 32  # then numbers are upright, in narrower columns
+    height = (0.62 if is_long else 0.36) * len(rows)
+    ax = axes(ax, 1.6 + (0.26 if is_long else 0.62) * len(columns), 1.6 + height + 0.3 * (len(recipes) - 1))
+    _draw_rows(ax, np.array([*rows.values()]), np.array(differs), 90 if is_long else 0)
     ax.set_yticks(range(len(rows)), list(rows))
-    ax.set_xticks(range(size), [str(left + j) for j in range(size)])
+    ax.set_xticks(range(len(columns)), [str(j) for j in columns], rotation=90 if is_long else 0)
     ax.set_xlabel("column of the element")
     ax.set_title("\n".join(title), fontsize=9, loc="left")
     return ax
-
-
-def _check_blocks(op: str, recipes: Sequence[Recipe]) -> None:
-    """Raise ValueError unless there is a recipe, and all recipes have blocks of equal length."""
-    if not recipes:
-        raise ValueError(f"{op}: recipe is empty; needs a recipe id, or several")
-    for r in recipes:
-        if r.block is None:
-            raise ValueError(f"{op}: {r.id} has no blocks; needs a recipe such as nvfp4-te")
-        if r.block_size != recipes[0].block_size:
-            needed = f"needs blocks of {recipes[0].block_size}, as {recipes[0].id} has"
-            raise ValueError(f"{op}: {r.id} has blocks of {r.block_size}; {needed}")
 
 
 def _label(name: str, r: Recipe, recipes: Sequence[Recipe]) -> str:
@@ -397,26 +581,16 @@ def _label(name: str, r: Recipe, recipes: Sequence[Recipe]) -> str:
     return name if len(recipes) == 1 or name == "element" else f"{name}, {r.id}"
 
 
-def _steps_of_block(
-    x: np.ndarray, r: Recipe, index: Sequence[int], tensor_amax: Any
-) -> tuple[int, str, dict[str, list[float]]]:
-    """Explain every element of the block that holds ``index``, and return (first column of the block, text, rows)."""
-    found = explain(x, r, index, tensor_amax=tensor_amax)
-    left = found.index[-1] // r.block_size * r.block_size
-    columns = range(left, left + r.block_size)
-    return left, *_divided([explain(x, r, (*found.index[:-1], j), tensor_amax=tensor_amax) for j in columns])
-
-
-def _draw_rows(ax: Any, numbers: np.ndarray, differs: np.ndarray) -> None:
+def _draw_rows(ax: Any, numbers: np.ndarray, differs: np.ndarray, rotation: int) -> None:
     """Draw numbers as a heat map on ``ax``."""
     with np.errstate(all="ignore"):
         magnitudes = np.abs(numbers)
         shades = np.nan_to_num(magnitudes / magnitudes.max(axis=1, keepdims=True))
-    ax.imshow(shades, cmap=_MAP, aspect="auto", vmin=0, vmax=2.4)
+    ax.imshow(shades, cmap=_MAP, aspect="auto", vmin=0, vmax=_DARKEST)
     for (i, j), number in np.ndenumerate(numbers):
         style = {"weight": "bold", "bbox": {"fill": False, "edgecolor": ORANGE, "pad": 2}} if differs[i, j] else {}
         text = f"{number:.2g}" if abs(number) < 1 else f"{number:.3g}"
-        ax.text(j, i, text, ha="center", va="center", fontsize=8, **style)
+        ax.text(j, i, text, ha="center", va="center", fontsize=8, rotation=rotation, **style)
 
 
 def _divided(found: list[Explanation]) -> tuple[str, dict[str, list[float]]]:
@@ -460,13 +634,47 @@ def compare_recipes(found: RecipeComparison, part: str = "codes", *, ax: Any = N
         raise ValueError(f"{op}: part is {part!r}; needs 'codes', 'scales', 'tensor_scales' or 'values'")
     shares = 100 * getattr(found, part)
     n = len(found.recipes)
-    ax = axes(ax, 3.5 + 0.7 * n, 2 + 0.5 * n)
-    largest = max(float(np.nanmax(np.append(shares, 0))), 1e-9)
-    ax.imshow(shares, cmap=_MAP, vmin=0, vmax=2.4 * largest, aspect="auto")
-    for (i, j), percent in np.ndenumerate(shares):
-        text = "" if i == j else "n/a" if np.isnan(percent) else "0" if percent == 0 else f"{percent:.2g}"
-        ax.text(j, i, text, ha="center", va="center", fontsize=9, weight="bold" if percent > 0 else "normal")
-    ax.set_xticks(range(n), found.recipes, rotation=30, ha="right")
-    ax.set_yticks(range(n), found.recipes)
+    texts = [["n/a" if np.isnan(share) else "0" if share == 0 else f"{share:.2g}" for share in row] for row in shares]
+    for i in range(n):
+        texts[i][i] = ""
+    ax = matrix(shares, texts, rows=found.recipes, columns=found.recipes, ax=axes(ax, 3.5 + 0.7 * n, 2 + 0.5 * n))
+    for text, share in zip(ax.texts, shares.flat, strict=True):
+        text.set_weight("bold" if share > 0 else "normal")
     ax.set_title(f"{part.replace('_', ' ')} that differ, in percent", fontsize=10, loc="left")
+    return ax
+
+
+def matrix(
+    values: Any, texts: Any = None, *, rows: Sequence[str] = (), columns: Sequence[str] = (), ax: Any = None
+) -> Any:
+    """Draw a matrix as a heat map, darker for larger magnitudes, with a text in each cell.
+
+    Args:
+        values: a matrix of numbers, such as errors or scales. NaN cells stay white.
+        texts: a matrix of texts with the shape of values, or None for no texts.
+        rows, columns: labels of the rows and of the columns; empty for their numbers.
+        ax: the Axes to draw on; None makes a new figure.
+
+    Returns:
+        The Axes. Its image holds the magnitudes; its texts are in row-major order.
+
+    Raises:
+        ValueError: values is not a matrix, or texts, rows or columns do not have its shape.
+    """
+    numbers = np.asarray(values, np.float64)
+    if numbers.ndim != 2:
+        raise ValueError(f"plot.matrix: values has shape {numbers.shape}; needs a matrix")
+    wanted = {"texts": numbers.shape, "rows": numbers.shape[:1], "columns": numbers.shape[1:]}
+    for (name, shape), given in zip(wanted.items(), (texts, rows, columns), strict=True):
+        if given is not None and len(given) and np.shape(given) != shape:
+            raise ValueError(f"plot.matrix: {name} has shape {np.shape(given)}; needs {shape}")
+    ax = axes(ax, 2 + 0.7 * numbers.shape[1], 1.5 + 0.5 * numbers.shape[0])
+    largest = float(np.max(np.abs(numbers), initial=1e-9, where=np.isfinite(numbers)))
+    ax.imshow(np.abs(numbers), cmap=_MAP, vmin=0, vmax=_DARKEST * largest, aspect="auto")
+    for (i, j), text in np.ndenumerate(np.empty((0, 0)) if texts is None else np.array(texts, object)):
+        ax.text(j, i, text, ha="center", va="center", fontsize=9)
+    if len(columns):
+        ax.set_xticks(range(len(columns)), columns, rotation=30, ha="right")
+    if len(rows):
+        ax.set_yticks(range(len(rows)), rows)
     return ax

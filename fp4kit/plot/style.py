@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 BLUE, ORANGE, GREEN, GREY = "#0072b2", "#e69f00", "#009e73", "#8c8c8c"  # of Okabe and Ito, for color-blind readers
+INK, PALE, PINK, PURPLE = "#222222", "#dddddd", "#cc79a7", "#8c4799"
 MARKS = ("o", "s", "^", "D", "v", "P", "X", "*")
 STYLE = {  # matplotlib's rcParams for the notebooks
     "figure.facecolor": "white",

@@ -17,7 +17,7 @@ from fp4kit import display
 from fp4kit.display import Panel, by_exponent, share, statistics_of
 from fp4kit.formats import E4M3, E8M0
 from fp4kit.layouts import SCALE_LAYOUTS, unswizzle_scales
-from fp4kit.recipes import RECIPES
+from fp4kit.recipes import ALL_RECIPES, RECIPES
 
 F32 = np.float32
 HOSTILE = "<script>alert('1')</script>&\"<b>"
@@ -245,6 +245,18 @@ def test_print_of_levels():
     assert "float32 per tensor, E4M3 per 1 x 16 block" in str(fp4kit.recipe("nvfp4-te"))
     empty = fp4kit.quantize(x[:0], "hif4-amct")
     assert "exponent bits" not in str(empty) and "block scales" in str(empty)
+
+
+def test_no_row_of_a_recipe_is_empty():
+    formats = fp4kit.formats
+    own = [
+        fp4kit.custom_recipe("own-nf4", formats.NF4, "bfloat16", 64),
+        fp4kit.custom_recipe("own-int4", formats.INT4, E8M0, (4, 32)),
+        replace(fp4kit.recipe("nvfp4-te"), exact=""),
+    ]
+    for r in (*ALL_RECIPES.values(), *own):
+        for name, text in display.recipe_panel(r).facts:
+            assert name.strip() and text.strip() not in ("", "None", "-"), (r.id, name)
 
 
 def test_reprs_stay_one_line():

@@ -392,6 +392,47 @@ def test_distances_from_x_and_bits(x):
     assert found.bits_per_value[:2].tolist() == [4.25, 4.25] and np.isnan(found.bits_per_value[2])
 
 
+def test_own_formats_and_block_sizes(x):
+    """Codes are compared if the element formats are equal, and scales if the blocks are, whatever the block sizes."""
+    f = fp4kit.formats
+    made = [
+        fp4kit.custom_recipe("nf4-64", f.NF4, "bfloat16", 64),
+        fp4kit.custom_recipe("nf4-32", f.NF4, "float32", 32),
+        fp4kit.custom_recipe("nf4-32-half", f.NF4, "float16", 32),
+        fp4kit.custom_recipe("e2m1-tile", f.E2M1, f.E4M3, (4, 16), tensor_scale=True),
+        fp4kit.custom_recipe("mx4", f.MX4, f.E8M0, 16, scale_rounding="down"),
+        "nvfp4-te",
+        "fp8-modelopt",
+        "hif4-amct",
+    ]
+    found = fp4kit.compare_recipes(x, made, tensor_amax=np.float32(8))
+    results = []
+    for i, r in enumerate(map(fp4kit.recipe, made)):
+        amax = {"tensor_amax": np.float32(8)} if r.tensor_scaling == "tensor" else {}
+        results.append(fp4kit.quantize(x, r, **amax))
+        expected = fp4kit.compare(x, results[i])
+        assert found.sqnr[i] == pytest.approx(expected.sqnr, abs=1e-9) and found.max_error[i] == expected.max_error
+        assert found.bits_per_value[i] == results[i].bits_per_value
+    comparable = ~np.isnan(found.codes)
+    groups = [(0, 1, 2), (3, 5), (4,), (6,), (7,)]
+    assert np.argwhere(comparable).tolist() == sorted([i, j] for group in groups for i in group for j in group)
+    assert found.codes[0, 1] == np.mean(fp4kit.unpack(results[0].packed) != fp4kit.unpack(results[1].packed)) > 0
+    # Float32 block scales count as block scales, as explain names them. Two block sizes are not compared.
+    assert found.scales[1, 2] == np.mean(results[1].tensor_scale != results[2].tensor_scale) > 0.5
+    assert np.isnan(found.tensor_scales[1, 2]) and np.isnan(found.scales[0, 1]) and found.tensor_scales[3, 6] > 0
+    pair = fp4kit.compare(results[1], results[2])
+    assert pair.scales[0] / pair.scales[1] == found.scales[1, 2] and pair.tensor_scales == (0, 0)
+    assert "  block scales" in str(pair) and "tensor scales" not in str(pair)
+    assert fp4kit.compare(results[6], results[6]).tensor_scales == (0, 1)
+
+
+def test_an_amax_per_row_reaches_recipes_with_scales_per_row(x):
+    amax = np.abs(x).max(axis=-1) * 2
+    found = fp4kit.compare_recipes(x, ["nvfp4-te-rowscaled", "mxfp4-ocp"], tensor_amax=amax)
+    q = fp4kit.quantize(x, "nvfp4-te-rowscaled", tensor_amax=amax)
+    assert found.sqnr[0] == pytest.approx(fp4kit.compare(x, q).sqnr, abs=1e-9)
+
+
 def test_a_large_distance_in_ulp_is_not_printed(x):
     assert "ulp" not in str(fp4kit.compare(x, fp4kit.quantize(x, "nvfp4-te")))
     assert "1 ulp, |a - b|" in str(fp4kit.compare(np.float32([1]), np.nextafter(np.float32([1]), np.float32(2))))

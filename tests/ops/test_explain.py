@@ -290,3 +290,22 @@ def test_a_trace_records_only_within_its_block():
 def test_a_step_repeats_another_only_if_all_bits_do(a, b, same) -> None:
     module = import_module("fp4kit.ops.explain")
     assert module._same(a, b) == same and module._same(np.nan, np.nan) and not module._same(np.nan, a)
+
+
+FORMATS = fp4kit.formats
+
+
+@pytest.mark.parametrize(
+    ("recipe", "names"),
+    [
+        (fp4kit.custom_recipe("a", FORMATS.NF4, "bfloat16", 64), {"block encode scale", "block scale"}),
+        (fp4kit.custom_recipe("b", FORMATS.INT4, "float32", (4, 32)), {"block encode scale", "block scale"}),
+        (fp4kit.custom_recipe("c", FORMATS.E2M1, FORMATS.E8M0, 32), {"block scale before rounding", "block scale"}),
+        ("int4-qat", {"block encode scale", "block scale"}),
+        ("fp8-modelopt-channel", {"tensor encode scale", "tensor scale"}),
+    ],
+)
+def test_scales_are_named_by_what_shares_them(recipe, names):
+    """Float32 scales of blocks are block scales, although a Quantized stores them in tensor_scale."""
+    found = fp4kit.explain(np.ones((4, 128), np.float32), recipe, (0, 0))
+    assert {name for name in found.names if "scale" in name and "element" not in name} == names

@@ -69,6 +69,30 @@ def test_block_frames_the_numbers_in_which_recipes_differ(x):
     assert all(id in ax.get_title(loc="left") for id in ids)
 
 
+def test_block_takes_blocks_of_several_sizes_and_own_formats(x):
+    """Columns are those of the largest block; every row has the steps of explain for its element."""
+    nf4 = fp4kit.custom_recipe("nf4", fp4kit.formats.NF4, "bfloat16", 64)
+    x[3, 32:] *= 4
+    recipes, columns = ["nvfp4-te", "mxfp4-ocp", "fp8-modelopt", nf4], range(64)
+    ax = fp4kit.plot.block(x, recipes, (3, 20), tensor_amax=np.float32(9))
+    names = [label.get_text() for label in ax.get_yticklabels()]
+    shades = dict(zip(names, ax.images[0].get_array(), strict=True))
+    for r, steps in (("nvfp4-te", ("block scale", "result")), ("mxfp4-ocp", ("block scale", "code")), (nf4, ("code",))):
+        amax = {"tensor_amax": np.float32(9)} if r == "nvfp4-te" else {}
+        found = [fp4kit.explain(x, r, (3, j), **amax) for j in columns]
+        for step in steps:
+            values = np.abs([one[step].value for one in found])
+            assert np.allclose(shades[f"{step}, {found[0].recipes[0]}"], values / values.max())
+    texts = np.array(ax.texts, object).reshape(len(names), 64)
+    framed = {name: sum(t.get_bbox_patch() is not None for t in row) for name, row in zip(names, texts, strict=True)}
+    assert framed["code, mxfp4-ocp"] > 0 and framed["result, nf4"] > 40
+    assert framed["code, nf4"] == framed["element * factor, fp8-modelopt"] == 0  # other elements: not comparable
+    title = ax.get_title(loc="left")
+    assert (
+        f"block scale {fp4kit.explain(x, nf4, (3, 20))['block scale'].value:.6g}" in title and "tensor amax 9" in title
+    )
+
+
 def test_error_against_scale_contains_the_scales_that_recipes_choose(x):
     ids = ["nvfp4-te", "nvfp4-te-4over6-mse-448"]
     ax = fp4kit.plot.error_against_scale(x[0, :16], ids, tensor_amax=np.float32(3))
@@ -117,10 +141,39 @@ def test_recipes_with_levels_or_of_the_specification_alone(x, name):
     assert all(f"exponent bit per {level.columns}" in shown for level in r.exponent_levels) and "block scale" in shown
 
 
-def test_levels_are_drawn_on_axes_of_their_own(x):
+def test_recipes_of_other_levels_have_curves_of_their_own(x):
     other = fp4kit.custom_recipe("other", fp4kit.formats.E1M2, levels=[(64, "E6M2"), (16, "exponent1")])
-    with pytest.raises(ValueError, match="other and hif4-amct differ in format or block; draw them on two Axes"):
-        fp4kit.plot.error_against_scale(x[0], ["hif4-amct", other])
+    ax = fp4kit.plot.error_against_scale(x[0], ["hif4-amct", other])
+    curves = [line for line in ax.lines if line.get_label().startswith("every scale")]
+    alone = [fp4kit.plot.error_against_scale(x[0], r).lines[0] for r in ("hif4-amct", other)]
+    for curve, wanted in zip(curves, alone, strict=True):
+        assert np.array_equal(curve.get_ydata(), wanted.get_ydata())
+
+
+def test_error_against_scale_has_a_curve_per_format_and_block(x):
+    nf4 = fp4kit.custom_recipe("nf4", fp4kit.formats.NF4, "bfloat16", 64)
+    recipes = ["nvfp4-te", "mxfp4-ocp", nf4, "nvfp4-modelopt"]
+    block = x[0].copy()
+    block[16:32] = 0
+    ax = fp4kit.plot.error_against_scale(block, recipes)
+    curves = [line for line in ax.lines if "scale" in line.get_label()]
+    assert [line.get_label() for line in curves] == [
+        *["every scale of E2M1 in blocks of 16"] * 3,  # the block of zeros is left out
+        *["every scale of E2M1 in blocks of 32"] * 2,
+        "sampled scales of NF4 in blocks of 64",
+    ]
+    marks = [line for line in ax.lines if line.get_label() in ("nvfp4-te", "mxfp4-ocp", "nf4")]
+    starts = [(0, 16), (32, 48), (48, 64), (0, 32), (32, 64), (0, 64)]
+    for curve, mark, cut in zip(curves, marks, starts, strict=True):
+        r = dict(zip(("nvfp4-te", "mxfp4-ocp", "nf4"), recipes, strict=False))[mark.get_label()]
+        values = fp4kit.dequantize(fp4kit.quantize(block, r))
+        error = np.mean((values.astype(np.float64) - block)[slice(*cut)] ** 2)
+        at, height = (float(part[0]) for part in mark.get_data())
+        assert height == pytest.approx(error, rel=1e-6)
+        assert curve.get_ydata()[np.abs(curve.get_xdata() / at - 1).argmin()] == pytest.approx(error, rel=1e-5)
+    assert sum(line.get_label() == "nvfp4-modelopt" for line in ax.lines) == 3  # marks, but no curves of its own
+    assert ax.get_xlabel() == "block scale × tensor scale × largest element"
+    assert len(ax.get_legend().get_texts()) == 8
 
 
 def test_compare_recipes_shows_percents(x):
@@ -176,6 +229,74 @@ def test_layers_are_sorted_and_the_bad_one_is_hatched():
     assert [bool(bar.get_hatch()) for bar in ax.patches] == [True, False, False, False]
 
 
+def test_layers_of_several_recipes_are_marks():
+    ax = fp4kit.plot.layers({"nvfp4-te": {"a": 20.0, "b": 21.0}, "mxfp4": {"b": 18.5, "a": float("inf")}})
+    assert [label.get_text() for label in ax.get_xticklabels()] == ["a", "b"]
+    assert [line.get_label() for line in ax.lines] == ["nvfp4-te", "mxfp4"]
+    assert [list(line.get_ydata()) for line in ax.lines] == [[20, 21], [np.inf, 18.5]]
+    assert ax.lines[0].get_marker() != ax.lines[1].get_marker()
+
+
+def test_dots_have_a_row_per_name_and_lines_of_references():
+    ax = fp4kit.plot.dots({"a": 1.0, "b": 3.0}, reference={"base": 2.0})
+    assert [label.get_text() for label in ax.get_yticklabels()] == ["a", "b"]
+    assert list(ax.lines[0].get_xdata()) == [1, 3] and list(ax.lines[1].get_xdata()) == [2, 2]
+    assert ax.get_ylim()[0] > ax.get_ylim()[1] and [text.get_text() for text in ax.texts] == ["base"]
+
+
+def test_elements_are_bars_and_results_marks(x):
+    result = fp4kit.fake_quantize(x[0, :16], "nvfp4-te")
+    ax = fp4kit.plot.elements(x[:1, :16], result)
+    assert [bar.get_height() for bar in ax.patches] == x[0, :16].astype(float).tolist()
+    assert list(ax.lines[-1].get_ydata()) == result.astype(float).tolist()
+    assert len(fp4kit.plot.elements(x[0]).patches) == 64
+
+
+def test_matrix_is_dark_where_magnitudes_are_large():
+    ax = fp4kit.plot.matrix([[1, -2], [np.nan, 0]], [["a", "b"], ["c", "d"]], rows=["x", "y"], columns=["u", "v"])
+    assert np.ma.filled(ax.images[0].get_array(), -1).tolist() == [[1, 2], [-1, 0]]
+    assert [text.get_text() for text in ax.texts] == ["a", "b", "c", "d"]
+    assert [label.get_text() for label in (*ax.get_yticklabels(), *ax.get_xticklabels())] == ["x", "y", "u", "v"]
+
+
+def gguf(format):
+    return lambda codes, scales: fp4kit.layouts.pack_gguf(fp4kit.pack(codes), scales, format)
+
+
+@pytest.mark.parametrize(
+    ("pack", "count", "scales", "wanted"),
+    [
+        (lambda codes, scales: fp4kit.pack(codes), 256, 0, [i ^ 1 for i in range(256)]),
+        (lambda codes, scales: np.append(scales, codes[::2] << 4 | codes[1::2]), 4, 2, ["s0", "s1", 0, 1, 2, 3]),
+        (gguf("mxfp4"), 32, 1, ["s0", *(i + half for i in range(16) for half in (16, 0))]),
+    ],
+)
+def test_memory_names_the_element_in_every_nibble(pack, count, scales, wanted):
+    ax = fp4kit.plot.memory(pack, count, scales, per_line=4)
+    assert [text.get_text() for text in ax.texts] == [str(each) for each in wanted]
+    assert len(ax.get_yticks()) == -(-(count // 2 + scales) // 4)
+
+
+def test_memory_of_gguf_blocks_is_that_of_unpack():
+    """Each nibble that the picture names is where unpack_gguf finds the element."""
+    ax = fp4kit.plot.memory(gguf("nvfp4"), 64, 4)
+    texts, nibbles = [text.get_text() for text in ax.texts], []
+    for text in texts:
+        nibbles += [text, None] if text.startswith("s") else [int(text)]
+    for place, element in enumerate(nibbles):
+        if isinstance(element, int):
+            block = np.zeros(36, np.uint8)
+            block[place // 2] = 1 << (0 if place % 2 else 4)
+            codes, _ = fp4kit.layouts.unpack_gguf(block[None], "nvfp4")
+            assert np.flatnonzero(fp4kit.unpack(codes)).tolist() == [element]
+
+
+def test_the_style_is_that_of_the_notebooks():
+    with matplotlib.rc_context():
+        fp4kit.plot.use_style()
+        assert plt.rcParams["axes.titlelocation"] == "left" and not plt.rcParams["axes.spines.top"]
+
+
 def test_product_shows_relative_errors(x):
     budget = fp4kit.error_budget(x, x, "nvfp4-te", "nvfp4-te")
     ax = fp4kit.plot.product(budget)
@@ -205,21 +326,31 @@ def test_tick_labels_do_not_overlap():
 
 ROW, BAD_ROW = np.ones(16, np.float32), np.full(16, np.nan, np.float32)
 plot = fp4kit.plot
+OF_24 = fp4kit.custom_recipe("of-24", fp4kit.formats.E2M1, "float32", 24)
 WRONG = [
     (lambda: plot.histogram(ROW), TypeError, "q is ndarray; needs a Quantized"),
     (lambda: plot.product(1.0), TypeError, "budget is float; needs the result"),
     (lambda: plot.error_against_scale(ROW[None], "nvfp4-te"), ValueError, "x has shape (1, 16); needs one"),
-    (lambda: plot.error_against_scale(ROW, ["nvfp4-te", "mxfp4"]), ValueError, "and nvfp4-te differ in format"),
+    (lambda: plot.error_against_scale(ROW, ["nvfp4-te", "mxfp4"]), ValueError, "(16,); needs one block, (32,)"),
+    (lambda: plot.error_against_scale(ROW, ["nvfp4-te", OF_24]), ValueError, "of 16; needs a divisor of 24, the block"),
+    (lambda: plot.error_against_scale(ROW, []), ValueError, "recipes is empty; needs at least one recipe"),
     (lambda: plot.error_against_scale(ROW, "nvfp4-te-2d"), ValueError, "te-2d has blocks of 16 rows; needs"),
     (lambda: plot.error_against_scale(ROW, "fp8-modelopt"), ValueError, "has no blocks; needs a recipe with"),
     (lambda: plot.error_against_scale(ROW, "nvfp4-modelopt-fake"), ValueError, "fake has no codes; needs"),
     (lambda: plot.error_against_scale(0 * ROW, "nvfp4-te"), ValueError, "x holds a NaN or an infinity, or only zeros"),
     (lambda: plot.error_against_scale(BAD_ROW, "nvfp4-te"), ValueError, "x holds a NaN or an infinity, or only zeros"),
     (lambda: plot.block(ROW, "fp8-modelopt", 0), ValueError, "fp8-modelopt has no blocks"),
-    (lambda: plot.block(ROW, ["nvfp4-te", "mxfp4"], 0), ValueError, "has blocks of 32; needs blocks of 16, as"),
     (lambda: plot.block(ROW, [], 0), ValueError, "recipe is empty; needs a recipe id, or several"),
     (lambda: plot.number_line(fp4kit.formats.E2M1, [np.nan]), ValueError, "x holds a NaN or an infinity; needs finite"),
     (lambda: plot.layers({}), ValueError, "ratios is empty"),
+    (lambda: plot.layers({"r": {"a": 1.0}, "s": {"b": 1.0}}), ValueError, "s and r have different layers; needs equal"),
+    (lambda: plot.layers({"r": {"a": np.nan}}), ValueError, "the ratio of a is NaN; needs a number"),
+    (lambda: plot.dots({}), ValueError, "values is empty; needs at least one number"),
+    (lambda: plot.elements(ROW, ROW[1:]), ValueError, "result has 15 numbers; needs 16, as x has"),
+    (lambda: plot.matrix(ROW), ValueError, "values has shape (16,); needs a matrix"),
+    (lambda: plot.matrix(ROW[None], columns=["a"]), ValueError, "columns has shape (1,); needs (16,)"),
+    (lambda: plot.memory(lambda c, s: c, 0), ValueError, "count is 0, scales is 0; needs 1 to 256, and 0 to 255"),
+    (lambda: plot.memory(lambda c, s: c, 16), ValueError, "pack must store every element in one nibble, and every"),
     (lambda: plot.layers({"a": 20.0, "b": np.nan}), ValueError, "the ratio of b is NaN; needs a number"),
 ]
 

@@ -246,6 +246,293 @@ def test_a_wrong_rule_is_noticed(tab: Page, tmp_path: Path) -> None:
         assert first_difference(tab, x, amaxes, "nvfp4-te", found).startswith(f"nvfp4-te: {part} of matrix "), fact
 
 
+OWN_NAMES = {name: getattr(fp4kit.formats, name) for name in explorer.named_formats()}
+OWN_NAMES |= {name: getattr(fp4kit.formats, name) for name in ("ElementFormat", "Codebook")}
+OWN_NAMES |= {"fp4kit": fp4kit, "custom_recipe": fp4kit.custom_recipe}
+NANS = {
+    dtype: int(np.array(np.nan, kind).view(f"u{np.dtype(kind).itemsize}")) for dtype, kind in explorer.DTYPES.items()
+}
+EXPLORE = """
+((NANS) => (cases) => cases.map(([line, dtype, bits, amax]) => {
+  const found = engine.explore(ownRecipes(line)[0], dtype, bits, 1, bits.length, amax);
+  found.values.forEach((one, i) => { if (Number.isNaN(valueOf(one, dtype))) found.values[i] = NANS[dtype]; });
+  const words = (part) => Array.from(part instanceof Float32Array ? new Uint32Array(part.buffer) : part);
+  return [found.packed, found.scales, found.tensor.subarray(1), found.values].map((part) => words(part.slice()));
+}))
+"""
+
+
+def drawn_line(rng: np.random.Generator) -> str:
+    """Return a random call of custom_recipe as text."""
+    element = str(rng.choice(["NF4", "BNB_FP4", "E2M1", "E1M2", "E3M0", "INT4", "INT8", "E4M3", "E5M2", "E2M3", "own"]))
+    if element == "own":
+        table = rng.standard_normal(int(rng.integers(2, 17))) * 2.0 ** rng.integers(-20, 20)
+        table[0] = 0 if rng.random() < 0.5 else table[-1]
+        element = f"Codebook({table.tolist()}, name='Drawn')"
+    rounding = str(rng.choice(["nearest", "up", "down"]))
+    columns = int(rng.choice([2, 16, 24, 32, 64]))
+    if rng.random() < 0.15:
+        return f"custom_recipe('mine', MX4, E8M0, {columns}, scale_rounding='{rounding}')"
+    scale = str(
+        rng.choice(
+            [
+                "'float32'",
+                "'float16'",
+                "'bfloat16'",
+                "E4M3",
+                "E5M2",
+                "E3M2",
+                "E8M0",
+                "E6M2",
+                "UE5M3",
+                "biased",
+                "unsigned",
+            ]
+        )
+    )
+    if scale.startswith("'"):
+        rounding = "nearest" if scale == "'float32'" else rounding
+        return f"custom_recipe('mine', {element}, {scale}, {columns}, scale_rounding='{rounding}')"
+    if scale == "biased":
+        specials = rng.choice(["none", "nan", "ieee"])
+        scale = f"ElementFormat('Biased', 4, 3, {rng.integers(-3, 20)}, '{specials}')"
+    if scale == "unsigned":
+        bits = f"{rng.integers(2, 7)}, {rng.integers(0, 3)}, {rng.integers(0, 30)}"
+        scale = f"ElementFormat('Unsigned', {bits}, signed=False)"
+    has_tensor = bool(rng.random() < 0.4 and scale != "E8M0")
+    block = f"({rng.choice([1, 4])}, {columns})"
+    return f"custom_recipe('mine', {element}, {scale}, {block}, scale_rounding='{rounding}', tensor_scale={has_tensor})"
+
+
+@needs_browser
+@pytest.mark.parametrize("count", [300, *exhaustive([5000])])
+def test_own_formats_give_the_bits_of_the_package(tab: Page, count: int) -> None:
+    """Random lines of Python are read and computed as Python does: codes, scales, tensor scale and values."""
+    rng, cases, wanted = np.random.default_rng(5), [], []
+    for i in range(count):
+        line, dtype = drawn_line(rng), rng.choice([*explorer.DTYPES])
+        r = eval(line, dict(OWN_NAMES))
+        x = drawn(1, dtype)[0] if i % 40 == 0 else rng.standard_normal(96) * 2.0 ** rng.integers(-30, 12)
+        x = np.resize(x * (rng.random(x.shape) > 0.2), 2 * r.block_size)
+        x[:: int(rng.integers(1, 5))] *= np.exp2(rng.integers(-10, 3))
+        if i % 10 == 7:  # the ends of float32: scales near 1e-38, and beyond 16-bit types
+            x = x / np.abs(x).max() * float(r.element.amax_target) * rng.choice([1.04e-38, 9.9e-39, 1e37, 1e5])
+        largest = float(ml_dtypes.finfo(explorer.DTYPES[dtype]).max)
+        x = np.clip(np.round(x * 64) / 64 if rng.random() < 0.3 else x, -largest, largest)[None]
+        x = x.astype(explorer.DTYPES[dtype])
+        bits = x.view(np.uint32 if dtype == "float32" else np.uint16)
+        amax = np.float32(min(float(np.abs(x).max()) * 1.75, 3e38)) if rng.random() < 0.5 else None
+        given = {"tensor_amax": amax} if amax is not None and r.tensor_scaling == "tensor" else {}
+        q = fp4kit.quantize(x, r, **given)
+        is_tensor = r.tensor_scaling == "tensor"
+        tensor = np.float32([q.tensor_scale, q.tensor_amax] if is_tensor else [1, 1])
+        scales = q.tensor_scale.view(np.uint32) if q.block_scale is None else q.block_scale
+        cases.append([line, dtype, bits[0].tolist(), None if amax is None else float(amax)])
+        values = fp4kit.dequantize(q)
+        values[np.isnan(values)] = np.nan  # an infinite tensor scale gives NaN of either sign
+        parts = q.packed, scales, tensor.view(np.uint32), values.view(bits.dtype)
+        wanted.append([part.reshape(-1).tolist() for part in parts])
+    for case, got, expected in zip(cases, tab.run(f"({EXPLORE})({NANS})({json.dumps(cases)})"), wanted, strict=True):
+        assert got == expected, case[0]
+
+
+@needs_browser
+def test_values_of_named_formats_are_those_of_the_package(tab: Page) -> None:
+    found = tab.run(
+        "Object.entries(NAMED).map(([n, f]) => [n, f.values.map((x) => float32Bits(x)), f.largest, f.bits])"
+    )
+    assert [name for name, *_ in found] == [*explorer.named_formats()]
+    for name, bits, largest, width in found:
+        f, values = OWN_NAMES[name], np.uint32(bits).view(np.float32)
+        assert np.array_equal(np.isnan(values), np.isnan(f.values)), name
+        assert np.array_equal(values.view(np.uint32)[~np.isnan(values)], f.values.view(np.uint32)[~np.isnan(values)])
+        assert (largest, width) == (float(f.max), f.bits), name
+
+
+GOOD_LINES = [
+    "fp4kit.custom_recipe('my-nf4', fp4kit.formats.NF4, 'float32', block=64)",
+    'mine = custom_recipe("a", element=formats.E2M1, scale=E4M3, block=16, tensor_scale=True)  # mine',
+    "from fp4kit.formats import E2M1\nue5m3 = ElementFormat('UE5M3', 5, 3, 15, specials='nan', signed=False)\n"
+    "mine = fp4kit.custom_recipe(\n    'b', E2M1, ue5m3, block=(1, 16), scale_rounding='up',\n)",
+    "custom_recipe('c', Codebook([0, 1, -1, 1 / 3, -1 / 3, 2**-3, +.5e0, (1 + 2) * 2], name='Thirds'))",
+    "n = 1_6; custom_recipe('d', INT8, 'bfloat16', n * 2)",
+    "element=E2M1, scale=E8M0, block=32",
+    "custom_recipe('f', E1M2, None, None, levels=None)",
+    "id = 'e'\nelement = NF4\nscale = 'float16'",
+]
+OWN_FIELDS = ("id", "element", "scale", "block", "scale_rounding", "tensor_scale")
+
+
+@needs_browser
+@pytest.mark.parametrize("text", GOOD_LINES)
+def test_python_is_read_as_python_reads_it(tab: Page, text: str) -> None:
+    names = dict(OWN_NAMES, formats=fp4kit.formats, made=[])
+    names["custom_recipe"] = lambda *given, **more: names["made"].append(fp4kit.custom_recipe(*given, **more))
+    source = text.replace("fp4kit.custom_recipe", "custom_recipe").replace(", scale=E8M0, block", "; scale=E8M0; block")
+    exec(source, names)
+    if not names["made"]:
+        names["custom_recipe"](**{"id": "own"} | {name: names[name] for name in OWN_FIELDS if name in names})
+    (r,) = names["made"]
+    facts = "r.id, r.own.element.values.map(String), r.block, r.blockRows, r.own.rounding, r.tensorRule"
+    found = tab.run(f"(([r]) => [{facts}, r.element, r.scale])(ownRecipes({json.dumps(text)}))")
+    scale = r.scale.name if r.scale else (r.tensor_rule or "").removeprefix("amax").strip("_") or "float32"
+    rounding = {"up": "up", "down": "down"}.get((r.block_rule or "amax").rpartition("_")[2], "nearest")
+    assert found[:1] + found[2:] == [
+        r.id, r.block_size, r.block_rows, rounding, r.tensor_rule if r.scale else None, r.element.name, scale,
+    ]  # fmt: skip
+    assert [float(value.replace("Infinity", "inf")) for value in found[1]] == pytest.approx(
+        r.element.values.tolist(), rel=0, abs=0, nan_ok=True
+    )
+
+
+# Texts that fp4kit refuses, and texts that are no calls of custom_recipe: (text, part of the message of the page)
+BAD_LINES = [
+    ("custom_recipe('a', E2M1, E4M3, block=0)", "block is 0; needs a positive int"),
+    ("custom_recipe('a', E2M1, E4M3, block=15)", "block is 15; needs an even number"),
+    ("custom_recipe('a', E2M1, E4M3, block=(0, 16))", "block is [0, 16]; needs a positive int, or (rows, columns)"),
+    ("custom_recipe('a', E2M1, E4M3, block=True)", "block is True"),
+    ("custom_recipe('nvfp4-te', E2M1)", "id is 'nvfp4-te'; needs a name that is not the id of a producer's recipe"),
+    ("custom_recipe('nvfp4', E2M1)", "id is 'nvfp4'; needs a name that is not"),
+    ("custom_recipe('hif4-amct', E2M1)", "id is 'hif4-amct'; needs a name that is not"),
+    ("custom_recipe('', E2M1)", "id is ''; needs a name"),
+    ("custom_recipe(1, E2M1)", "id is 1; needs a name"),
+    ("custom_recipe('a')", "element is missing"),
+    ("custom_recipe('a', 'E2M1')", "element is 'E2M1'; needs a format, such as"),
+    ("custom_recipe('a', E2M1, E4M3, 16, 'up')", "got 5 positional arguments; needs at most 4"),
+    ("custom_recipe('a', E2M1, size=16)", "there is no argument size; needs id, element"),
+    ("custom_recipe('a', E2M1, E4M3, scale=E4M3)", "scale is given twice"),
+    ("custom_recipe('a', E2M1, 'float64')", "scale is 'float64'; needs a format, such as fp4kit.formats.E4M3, or"),
+    ("custom_recipe('a', E2M1, INT8)", "scale is INT8; needs a float format"),
+    ("custom_recipe('a', E2M1, NF4)", "scale is NF4; needs a float format"),
+    ("custom_recipe('a', E8M0)", "element is E8M0; needs a format with a sign and a zero"),
+    ("custom_recipe('a', MX4, E4M3, 16)", "element is MX4; needs scale E8M0"),
+    ("custom_recipe('a', MX4, E8M0, (2, 16))", "element is MX4; needs scale E8M0 and blocks of one row"),
+    ("custom_recipe('a', E2M1, E8M0, tensor_scale=True)", "tensor_scale is True; needs False, because E8M0"),
+    ("custom_recipe('a', E2M1, 'float32', tensor_scale=True)", "needs a scale format of at most 8 bits"),
+    ("custom_recipe('a', E2M1, 'float32', scale_rounding='up')", "scale_rounding is 'up'; needs 'nearest' for float32"),
+    (
+        "custom_recipe('a', E2M1, E4M3, scale_rounding='toString')",
+        "scale_rounding is 'toString'; needs 'nearest', 'up'",
+    ),
+    ("custom_recipe('a', E2M1, E4M3, tensor_scale=1)", "tensor_scale is 1; needs True or False"),
+    ("custom_recipe('a', E2M1, ElementFormat('E4M3', 4, 3, 8))", "scale is E4M3; needs another name"),
+    (
+        "custom_recipe('a', ElementFormat('X', 2, 1, 1), ElementFormat('X', 4, 3, 8))",
+        "element is X; needs another name",
+    ),
+    ("custom_recipe('a', ElementFormat('X', 5, 2, -96), E4M3, 16, tensor_scale=True)", "needs at most 2^127 as its"),
+    ("custom_recipe('a', E2M1, ElementFormat('X', 8, 0, 127, 'nan', False, False))", "needs a format with values from"),
+    ("custom_recipe('a', E2M1, ElementFormat('X', 5, 2, 120))", "needs a format with values from 2^-100 to 2^100"),
+    ("custom_recipe('a', ElementFormat('X', 4, 3, 130))", "element is X; needs values that are normal in float32"),
+    ("custom_recipe('a', ElementFormat('X', 8, 3))", "needs both >= 0, and 1 to 8 bits"),
+    ("custom_recipe('a', ElementFormat('X', 2, 1, 200))", "bias is 200, so some values are not float32 numbers"),
+    ("custom_recipe('a', ElementFormat('X', 2, 0, 1, 'ieee'))", "needs mantissa_bits >= 1 and exponent_bits >= 2"),
+    ("custom_recipe('a', ElementFormat('X', 0, 3, 1))", "an integer needs a sign, mantissa_bits > 0, bias 0"),
+    ("custom_recipe('a', ElementFormat('X', 1, 0, 1, 'nan'))", "zero is the only finite value"),
+    ("custom_recipe('a', E2M1, ElementFormat('X', 4, 3, has_zero=False))", "has_zero is False; needs True for every"),
+    ("custom_recipe('a', ElementFormat('a b', 2, 1, 1))", "name is 'a b'; needs an identifier"),
+    ("custom_recipe('a', Codebook([1]))", "table has 1 values; needs two to sixteen"),
+    ("custom_recipe('a', Codebook([0, 0]))", "every value of table is 0"),
+    ("custom_recipe('a', Codebook([0, 1e-40]))", "table holds 1e-40; needs 0, or magnitudes from"),
+    ("custom_recipe('a', Codebook([0, 1], name='E2M1'))", "name is 'E2M1'; needs an identifier that is not the name"),
+    ("custom_recipe('a', Codebook([0, 1], name='NVFP4'))", "name is 'NVFP4'; needs an identifier that is not the name"),
+    ("custom_recipe('a', Codebook([0, 'x']))", "table is [0, 'x']; needs two to sixteen numbers"),
+]
+NOT_READ = [
+    (
+        "custom_recipe('a', E2M1, levels=[(64, 'E6M2'), (8, 'exponent1')])",
+        "levels is [[64, 'E6M2'], [8, 'exponent1']]; needs None, because this page computes one level of scales",
+    ),
+    ("custom_recipe('a', E2M1, E4M3, 512)", "block is 512; needs at most 256 columns for this page"),
+    ("custom_recipe('a', IF4)", "IF4 is not known here; needs one of E2M1, E1M2"),
+    ("custom_recipe('a', E2M1) + custom_recipe('b', E2M1)", '"+" needs numbers'),
+    ("custom_recipe('a', E2M1)\ncustom_recipe('a', NF4)", "two recipes are called a; needs different names"),
+    ("custom_recipe('a', Codebook([0, 1]))\ncustom_recipe('b', Codebook([0, 2]))", "two formats are called Codebook"),
+    ("__import__('os').system('x')", "is not understood here; needs a call such as"),
+    ("constructor", "constructor is not known here"),
+    ("custom_recipe('a', constructor)", "constructor is not known here"),
+    ("custom_recipe('a', __proto__=1)", "there is no argument __proto__"),
+    ("fetch('x')", "fetch is not called here"),
+    ("custom_recipe('a', E2M1", '"the end" is not understood; needs ","'),
+    ("custom_recipe('a', E2M1))", '")" is not understood here'),
+    ("1 + 1", "a line gives 2; needs a call such as fp4kit.custom_recipe('my-nf4'"),
+    ("alert(1)", "alert is not called here"),
+    ("x = $y", '"$y" is not understood here; needs a call such as'),
+    ("blocks = 16", "custom_recipe: element is missing"),
+]
+
+
+@needs_browser
+def test_what_the_package_refuses_is_refused_by_name(tab: Page) -> None:
+    read = (
+        "(text) => { try { registerFormats(ownRecipes(text)); return null; } catch (error) { return error.message; } }"
+    )
+    found = tab.run(f"{json.dumps([text for text, _ in (*BAD_LINES, *NOT_READ)])}.map({read})")
+    for (text, part), message in zip((*BAD_LINES, *NOT_READ), found, strict=True):
+        assert message is not None and part in message, (text, message)
+    for text, _ in BAD_LINES:
+        with pytest.raises((TypeError, ValueError)):
+            eval(text, dict(OWN_NAMES))
+
+
+@needs_browser
+def test_own_formats_are_compared_and_shared(tab: Page) -> None:
+    """A format of the field is chosen, computed and kept in the link; wrong text hides results until it is mended."""
+    tab.run(
+        'document.querySelector("[data-example=example]").click(); document.querySelector("[data-own=nf4]").click()'
+    )
+    state = "[selects().map((one) => one.value), at('verdict').textContent, at('own').value, at('numbers').value]"
+    before = tab.run(state)
+    assert before[0] == ["nvfp4-te", "nvfp4-compressed-tensors", "my-nf4", ""] and len(before[3].split()) == 64
+    assert "nvfp4-te and my-nf4 use different formats, so only their values can be compared." in before[1]
+    link, typed = tab.run("location.href"), 'at("own").dispatchEvent(new Event("input", {bubbles: true}))'
+    hidden = '[...document.querySelectorAll("main > section")].every((one) => !one.offsetHeight)'
+    message = "[at('problem').textContent, at('own-problem').textContent]"
+    wrong = "custom_recipe: block is 15; needs an even number of columns, because two codes of NF4 share a byte"
+    tab.run(f'at("own").value = at("own").value.replace("64", "15"); {typed}; 0')
+    assert tab.run(message) == [f"Your own format: {wrong}", wrong] and tab.run(hidden)
+    tab.run(f'at("own").value = at("own").value.replace("15", "32").replace("my-nf4", "nf4-32"); {typed}; 0')
+    assert tab.run(message) == ["", ""] and not tab.run(hidden) and tab.run(state)[0][2] == "nf4-32"
+    tab.run("document.querySelector(\"[data-own='']\").click(); 0")
+    assert tab.run("[...selects()].map((one) => one.value)") == ["nvfp4-te", "nvfp4-compressed-tensors", "", ""]
+    tab.run(f"location.hash = new URL({json.dumps(link)}).hash; readAddress(); update(); 0")
+    assert tab.run(state) == before and tab.run("at('own-part').open")
+    assert not tab.events_of("Runtime.exceptionThrown")
+    tab.run("document.querySelector(\"[data-own='']\").click(); 0")
+
+
+@needs_browser
+def test_a_link_names_what_the_page_does_not_offer(tab: Page) -> None:
+    tab.run("fill({ recipes: 'nvfp4-te,no-such,hif4-amct', dtype: 'float64' }); update(); 0")
+    names = "The link names no-such, hif4-amct, float64, which this page does not offer."
+    assert tab.run("at('unknown').textContent") == names and tab.run("at('problem').textContent") == ""
+    tab.run("at('recipes').dispatchEvent(new Event('input', {bubbles: true})); 0")
+    assert tab.run("at('unknown').textContent") == ""
+
+
+@needs_browser
+def test_recipes_lead_to_their_documentation(tab: Page) -> None:
+    tab.run('document.querySelector("[data-example=example]").click(); 0')
+    links = tab.run("[...document.querySelectorAll('#about a, #steps a')].map((one) => one.href)")
+    pages = [
+        f"{explorer.SITE}producers/te/#nvfp4-te",
+        f"{explorer.SITE}producers/compressed-tensors/#nvfp4-compressed-tensors",
+    ]
+    assert links == [*pages, *pages]
+
+
+@needs_browser
+def test_errors_of_recipes_are_those_of_compare(tab: Page) -> None:
+    tab.run('document.querySelector("[data-example=example]").click(); 0')
+    rows = tab.run(
+        "[...document.querySelectorAll('#steps tr')].map((row) => [...row.cells].map((cell) => cell.innerText))"
+    )
+    x = np.array([float(part) for part in tab.run("at('numbers').value").split()], ml_dtypes.bfloat16)
+    for column, id in enumerate(("nvfp4-te", "nvfp4-compressed-tensors"), 1):
+        found = fp4kit.compare(x, fp4kit.fake_quantize(x, id, tensor_amax=np.float32(0.0947)))
+        assert [rows[-2][column], float(rows[-1][column])] == [f"{found.sqnr:.2f}", float(f"{found.max_error:.4g}")]
+
+
 def test_the_module_was_compiled_from_the_present_sources() -> None:
     """After changes of the engine, run `python tools/build_explorer.py --compile`."""
     assert explorer.DIGEST.read_text().split() == explorer.sources_digest().split()
@@ -275,7 +562,7 @@ def test_the_example_shows_the_first_difference(tab: Page) -> None:
     ("numbers", "message"),
     [
         ("1 2 x", '"x" is no finite number.'),
-        ("1 2 3", "There are 3 numbers; blocks of these recipes need 16 or a multiple, at most 64."),
+        ("1 2 3", "There are 3 numbers; blocks of these recipes need 16 or a multiple, at most 256."),
         ("nan " * 16, '"nan" is no finite number.'),
         ("1e39 " * 16, "1e+39 is too large for bfloat16."),
     ],
@@ -293,6 +580,12 @@ def test_typed_numbers_do_not_keep_the_amax_of_an_example(tab: Page) -> None:
     assert tab.run('document.querySelector("[data-example=outlier]").click(); at("amax").value') == "24"
     typed = 'at("numbers").dispatchEvent(new Event("input")); at("amax").value'
     assert tab.run(typed) == "" and tab.run(f'at("amax").value = "3"; {typed}') == "3"
+    assert tab.run(f'document.querySelector("[data-example=example]").click(); {typed}') == ""
+    tab.run('document.querySelector("[data-example=outlier]").click(); 0')
+    event = "const data = new DataTransfer(); data.setData('text', '1 '.repeat(16)); const event"
+    drop = f"(async () => {{ {event} = new DragEvent('drop', {{ dataTransfer: data, cancelable: true }});"
+    awaited(tab, f"{drop} at('numbers').dispatchEvent(event); await new Promise((done) => setTimeout(done, 50)); }})()")
+    assert tab.run("[at('numbers').value.trim().split(' ').length, at('amax').value]") == [16, ""]
 
 
 @needs_browser

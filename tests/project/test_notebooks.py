@@ -106,7 +106,8 @@ def texts(cell: dict[str, Any]) -> list[str]:
 
 NAMES = [path.stem for path in NOTEBOOKS]
 RUNS = exhaustive(NAMES)  # starting a kernel is slow
-NEEDS = {"02-training": ("torch", "torch"), "05-real-model": (demo.MODULE, demo.PACKAGE)}  # module, package
+DEMO = (demo.MODULE, demo.PACKAGE)
+NEEDS = {"02-training": ("torch", "torch"), "05-real-model": DEMO, "11-every-producer": DEMO}  # module, package
 
 
 def test_there_are_notebooks():
@@ -141,6 +142,13 @@ def test_notebook_asks_and_answers_a_question(notebook):
     assert any("## Answer" in "".join(cell["source"]) for cell in cells[last + 1 :])
     (setup,) = (cell for cell in cells if cell["id"] == "setup")
     assert setup["metadata"]["jupyter"] == {"source_hidden": True}
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda path: path.stem)
+def test_setup_cells_are_short(notebook):
+    """A notebook begins with its question: functions are where they are used, or in fp4kit.plot."""
+    (setup,) = (cell for cell in load(notebook)["cells"] if cell["id"] == "setup")
+    assert len(setup["source"]) <= 22 and not re.search(r"^def |rcParams", "".join(setup["source"]), re.MULTILINE)
 
 
 def test_every_notebook_is_listed_with_the_guides():

@@ -22,6 +22,12 @@ def test_generated_parts_and_what_the_example_prints_are_current(monkeypatch) ->
         assert module.rewritten(page.read_text()) == page.read_text(), f"{page.name}: run python tools/readme.py"
 
 
+def test_stars_of_patterns_are_escaped_in_the_table_of_options() -> None:
+    """Markdown would take two stars, as in model.layers.*.mlp.*, for the marks of emphasis."""
+    table = re.sub(r"`[^`]*`", "", tool_module("readme").convert_options())
+    assert re.findall(r"(?<!\\)\*", table) == [] and r"model.layers.\*.mlp.\*" in table
+
+
 def test_the_readme_is_short() -> None:
     """Outside code and tables the README has at most 900 words."""
     prose = re.sub(r"```.*?```|<!--.*?-->|^\|.*?$", "", TEXT, flags=re.DOTALL | re.MULTILINE)

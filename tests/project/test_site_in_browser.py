@@ -68,8 +68,29 @@ def test_no_page_is_wider_than_its_column(site: Path, page: Page, sizes: dict[st
         for width, scheme in ((width, scheme) for width in (420, 900, 1400) for scheme in ("light", "dark")):
             page.send("Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False)
             page.send("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
+            # The page keeps the scheme of the first visit, so set it here.
+            page.run(f"document.body.dataset.mdColorScheme = '{'slate' if scheme == 'dark' else 'default'}'; 0")
             small = [name for name, ratio in call(page, "pictures") if ratio * sizes[Path(name).name] < LEAST]
             assert call(page, "outside") + small == [], f"{path.relative_to(site)} at {width} px, {scheme}"
+            assert scheme == "dark" or call(page, "broken") == [], f"{path.relative_to(site)} at {width} px"
+
+
+def test_explorer_and_producer_pages_lead_to_each_other(site: Path, page: Page) -> None:
+    page.open((site / "explorer.html").as_uri())
+    call(page, "(async () => { await ready; return 1; })")
+    targets = page.run("RECIPES.map((recipe) => [recipe.id, new URL(SITE + recipe.page, location.href).href])")
+    others = page.run("[...document.querySelectorAll('a')].map((link) => ['', link.href])")
+    assert len(targets) > 120 and len(others) > 5
+    for id, target in (*targets, *others):
+        folder, _, anchor = target.removeprefix(site.as_uri()).strip("/").partition("#")
+        text = (site / folder / "index.html").read_text()
+        assert not anchor or f'id="{anchor}"' in text, target
+        assert not id or f'/explorer.html#recipes={id}"' in text, target
+    page.open((site / "guides" / "explorer" / "index.html").as_uri())
+    page.open(page.run("[...document.querySelectorAll('article a')].find((link) => link.hash.startsWith('#own')).href"))
+    call(page, "(async () => { await ready; return 1; })")
+    chosen = page.run("[selects().map((one) => one.value), at('own-problem').textContent, at('problem').textContent]")
+    assert chosen == [["nvfp4-te", "fp4-ue5m3", "", ""], "", ""]
 
 
 def test_search_leads_to_the_page_meant(site: Path, page: Page) -> None:

@@ -12,6 +12,26 @@ function outside() {
   }).map((element) => element.outerHTML.slice(0, 100));
 }
 
+// Words in tables that take more than five lines, such as paths in a column that is too narrow.
+function broken() {
+  const found = [];
+  for (const cell of document.querySelectorAll("article td, article th")) {
+    if (cell.textContent.length < 20) continue;
+    const nodes = document.createTreeWalker(cell, NodeFilter.SHOW_TEXT), range = document.createRange();
+    let word = "", lines = new Set();
+    while (nodes.nextNode()) {
+      for (const match of nodes.currentNode.data.matchAll(/\s+|\S/g)) {
+        if (!match[0].trim()) { [word, lines] = ["", new Set()]; continue; }
+        range.setStart(nodes.currentNode, match.index);
+        range.setEnd(nodes.currentNode, match.index + 1);
+        word += match[0];
+        if (lines.size < lines.add(Math.round(range.getBoundingClientRect().top)).size && lines.size === 6) found.push(word);
+      }
+    }
+  }
+  return found;
+}
+
 // [the size of the smallest text of an SVG document in pixels, the texts that leave the picture]
 function texts() {
   const all = [...document.querySelectorAll("text")], view = document.documentElement.getBoundingClientRect();

@@ -118,10 +118,12 @@ class Engine {
    * Quantize and dequantize a matrix.
    *
    * recipe: an item of RECIPES. dtype: a name in DTYPES. bits: the bits of the elements, row by row. amax: the tensor
-   * amax, or null to compute it. Returns the packed codes, the bytes of the block scales, [encode scale, decode scale,
-   * amax] of the tensor, and the bits of the values. Returns null if only fp4kit's specification can compute them.
+   * amax, or null to compute it. Returns the packed codes, the bytes of the block scales (own.js: or the numbers), [encode
+   * scale, decode scale, amax] of the tensor, and the bits of the values. Returns null if only fp4kit's specification
+   * can compute them.
    */
   explore(recipe, dtype, bits, rows, columns, amax = null) {
+    if (recipe.own) return exploreOwn(recipe, dtype, bits, amax);
     const { input, Bits } = DTYPES[dtype];
     const f = this.functions;
     const rule = this.index("block_rule", recipe.blockRule);
@@ -149,6 +151,7 @@ class Engine {
    * explore. Return null if fp4kit's engine cannot decode under this scale.
    */
   valuesUnder(recipe, scale) {
+    if (recipe.own) return ownValuesUnder(recipe, scale);
     const f = this.functions;
     const decoder = this.index("decoder", recipe.decoders.float32);
     const count = 2 ** recipe.elementBits;

@@ -2,7 +2,7 @@
 // The page of the explorer: reads the form, runs the engine, and shows tables and pictures.
 
 const MAX_RECIPES = 4;
-let drawnAmax = null; // the tensor amax of the last random numbers; it does not hold for numbers that are typed
+let drawnAmax = null; // the tensor amax that the page filled in with its numbers; it does not hold for other numbers
 const FOUR_OVER_SIX = "nvfp4-te-4over6-mse-448"; // the recipe whose choice of scale the error picture marks
 const BY_ID = new Map(RECIPES.map((recipe) => [recipe.id, recipe]));
 // A block of a tensor whose amax is 0.0947, for which two widespread producers differ.
@@ -12,8 +12,18 @@ const EXAMPLE = {
   dtype: "bfloat16",
   amax: "0.0947",
 };
+const OWN_EXAMPLES = {
+  nf4: "fp4kit.custom_recipe('my-nf4', fp4kit.formats.NF4, 'float32', block=64)",
+  ue5m3: "ue5m3 = ElementFormat('UE5M3', 5, 3, 15, specials='nan', signed=False)\nfp4kit.custom_recipe('fp4-ue5m3', E2M1, ue5m3, block=16, scale_rounding='up')",
+  ternary: "fp4kit.custom_recipe('ternary', Codebook([-1, 0, 1], name='Ternary'), 'bfloat16', block=32)",
+};
 const at = (id) => document.getElementById(id);
+const selects = () => [...document.querySelectorAll("#recipes select")];
 let engine;
+let ownError = ""; // what is wrong in the field for own formats
+let own = []; // the recipes that the field for own formats makes, which have entries in BY_ID too
+let madeNumbers = null; // the numbers that the page filled in, which it may replace by more of them
+let unknown = []; // what a link names that the page does not offer
 
 // ---- numbers as text ----
 
@@ -57,11 +67,12 @@ function request() {
   at("count").textContent = "";
   const numbers = parsed(at("numbers").value);
   at("count").textContent = `${numbers.length} numbers`;
-  const recipes = [...document.querySelectorAll("#recipes select")].map((one) => BY_ID.get(one.value)).filter(Boolean);
+  const recipes = selects().map((one) => BY_ID.get(one.value)).filter(Boolean);
   if (!recipes.length) throw new Error("Choose a recipe.");
-  const block = Math.max(...recipes.map((recipe) => recipe.block));
-  if (!numbers.length || numbers.length % block || numbers.length > 64)
-    throw new Error(`There are ${numbers.length} numbers; blocks of these recipes need ${block} or a multiple, at most 64.`);
+  if (ownError && recipes.some((recipe) => recipe.own)) throw new Error(`Your own format: ${ownError}`);
+  const block = recipes.reduce((found, recipe) => lcm(found, recipe.block), 1);
+  if (!numbers.length || numbers.length % block || numbers.length > MAX_BLOCK)
+    throw new Error(`There are ${numbers.length} numbers; blocks of these recipes need ${block} or a multiple, at most ${MAX_BLOCK}.`);
   const dtype = at("dtype").value;
   const bits = numbers.map((x) => bitsOf(x, dtype));
   const rounded = bits.map((one) => valueOf(one, dtype));
@@ -73,13 +84,105 @@ function request() {
   return { numbers, recipes, dtype, bits, rounded, amax };
 }
 
-/** Fill the form. given: its contents by name, as in EXAMPLE; absent ones are empty, or float32. */
+/** Return the least common multiple of two positive integers. */
+function lcm(a, b) {
+  let [large, small] = [a, b];
+  while (small) [large, small] = [small, large % small];
+  return (a / large) * b;
+}
+
+/** Fill the form. given: its contents by name, as in EXAMPLE; absent ones are empty, float32 or the example's. */
 function fill(given) {
-  at("numbers").value = given.x ?? "";
-  at("dtype").value = given.dtype in DTYPES ? given.dtype : "float32";
+  at("dtype").value = Object.hasOwn(DTYPES, given.dtype ?? "") ? given.dtype : "float32";
   at("amax").value = given.amax ?? "";
-  const ids = (given.recipes ?? "").split(",").filter((id) => BY_ID.has(id));
-  document.querySelectorAll("#recipes select").forEach((select, i) => (select.value = ids[i] ?? (i ? "" : RECIPES[0].id)));
+  drawnAmax = given === EXAMPLE ? EXAMPLE.amax : null;
+  if (given !== EXAMPLE) at("own").value = given.own ?? "";
+  at("own-part").open = Boolean(at("own").value);
+  readOwn();
+  const asked = (given.recipes ?? own.map((recipe) => recipe.id).join()).split(",").filter(Boolean);
+  const ids = asked.filter((id) => BY_ID.has(id)).slice(0, MAX_RECIPES);
+  unknown = asked.filter((id) => !ids.includes(id));
+  if (given.dtype && !Object.hasOwn(DTYPES, given.dtype)) unknown.push(given.dtype);
+  selects().forEach((select, i) => (select.value = ids[i] ?? (i ? "" : RECIPES[0].id)));
+  madeNumbers = null;
+  if (given.x === undefined) fillNumbers();
+  else at("numbers").value = given.x;
+  if (given.x === EXAMPLE.x) madeNumbers = given.x;
+}
+
+/**
+ * Read the field for own formats, and offer its recipes in place of those that it made before. If it is wrong, show why
+ * and keep the old ones, so that the boxes stay as they are; request() gives no results then.
+ */
+function readOwn() {
+  const chosen = selects().map((select) => select.value);
+  ownError = "";
+  try {
+    const made = ownRecipes(at("own").value);
+    registerFormats(made);
+    const before = own.map((recipe) => recipe.id);
+    before.forEach((id) => BY_ID.delete(id));
+    own = made;
+    own.forEach((recipe) => BY_ID.set(recipe.id, recipe));
+    selects().forEach((select, i) => {
+      select.querySelector("optgroup[label='Your own']")?.remove();
+      const part = Object.assign(document.createElement("optgroup"), { label: "Your own" });
+      own.forEach((recipe) => part.append(new Option(recipe.id, recipe.id)));
+      if (own.length) select.prepend(part);
+      const renamed = own[before.indexOf(chosen[i])]?.id ?? chosen[i];
+      select.value = BY_ID.has(renamed) ? renamed : i ? "" : RECIPES[0].id;
+    });
+  } catch (error) {
+    ownError = error.message;
+    at("own-part").open = true;
+  }
+  at("own-problem").textContent = ownError;
+}
+
+/** Enter the formats of own recipes into FORMATS. One that differs from a format of this name gets another name. */
+function registerFormats(recipes) {
+  const made = {};
+  const enter = (format) => {
+    const isKnown = Object.hasOwn(NAMED, format.name);
+    const isSame = isKnown && NAMED[format.name].values.every((value, code) => Object.is(value, format.values[code]));
+    const name = isKnown && !isSame ? `${format.name} (own)` : format.name;
+    const other = made[name];
+    needs(!other || other.every((value, code) => Object.is(value, format.values[code])), `two formats are called ${format.name}; needs different names`);
+    made[name] = format.values;
+    if (!isSame || !Object.hasOwn(FORMATS, name)) FORMATS[name] = format.values;
+    return name;
+  };
+  for (const recipe of recipes) {
+    recipe.element = enter(recipe.own.element);
+    if (recipe.own.scale instanceof Format) recipe.scale = enter(recipe.own.scale);
+  }
+}
+
+/** Choose the own recipes that are not chosen, in boxes that are free, and at last in the last box. */
+function chooseOwn() {
+  for (const { id } of own) {
+    if (selects().some((select) => select.value === id)) continue;
+    (selects().find((select) => !select.value) ?? selects()[MAX_RECIPES - 1]).value = id;
+  }
+  if (at("numbers").value === madeNumbers) fillNumbers(); // of the length that the blocks need
+}
+
+/** Fill the field of numbers with the example, repeated to the length that the blocks of the recipes need. */
+function fillNumbers() {
+  const blocks = selects().map((select) => BY_ID.get(select.value)?.block ?? 1);
+  const [length, numbers] = [Math.min(blocks.reduce(lcm, 16), MAX_BLOCK), EXAMPLE.x.split(" ")];
+  madeNumbers = at("numbers").value = Array.from({ length }, (_, i) => numbers[i % numbers.length]).join(" ");
+}
+
+/** Show what a link names that the page does not offer, and links to the documentation of the chosen recipes. */
+function showAbout() {
+  at("unknown").textContent = unknown.length ? `The link names ${unknown.join(", ")}, which this page does not offer.` : "";
+  const chosen = [...new Set(selects().map((select) => select.value).filter((id) => BY_ID.has(id)))];
+  const links = chosen.map((id) => {
+    const page = BY_ID.get(id).page;
+    return Object.assign(document.createElement("a"), { href: SITE + (page ?? "guides/own-format/"), textContent: id });
+  });
+  at("about").replaceChildren("Formulas and sources: ", ...links.flatMap((link, i) => (i ? [", ", link] : [link])));
 }
 
 /** Fill the form from the part of the address after #, or with the example if there is none. */
@@ -89,9 +192,10 @@ function readAddress() {
 
 /** Return the address of the page with the contents of the form. */
 function address() {
-  const ids = [...document.querySelectorAll("#recipes select")].map((one) => one.value).filter(Boolean);
+  const ids = selects().map((one) => one.value).filter(Boolean);
   const parts = new URLSearchParams({ x: at("numbers").value.trim().split(/[\s,;]+/).join(" "), recipes: ids.join(","), dtype: at("dtype").value });
   if (at("amax").value.trim()) parts.set("amax", at("amax").value.trim());
+  if (at("own").value.trim()) parts.set("own", at("own").value.trim());
   return `${location.href.split("#")[0]}#${parts}`;
 }
 
@@ -128,6 +232,14 @@ function run(asked, recipe) {
 
 const sameBits = (a, b) => Object.is(a, b);
 
+/** Return the scale of a block as a cell of a table: a code of its format, or a float32 number. */
+function scaleCell({ recipe, scales }, index) {
+  const stored = scales[index];
+  const isCode = scales instanceof Uint8Array;
+  const bits = isCode ? hex(stored) : `0x${float32Bits(stored).toString(16).padStart(8, "0")}`;
+  return { text: decimal(isCode ? formatValue(recipe.scale, stored) : stored), bits: `${recipe.scale} ${bits}`, format: recipe.scale, key: stored };
+}
+
 /** Return a sentence that says in which step a result first differs from the first one. */
 function firstDifference(first, other) {
   const [a, b] = [first.recipe, other.recipe];
@@ -140,14 +252,14 @@ function firstDifference(first, other) {
     return `${names} first differ in the tensor scale: ${decimal(first.tensor[1])} against ${decimal(other.tensor[1])}. ${values}`;
   const scale = first.scales.findIndex((code, i) => code !== other.scales[i]);
   if (scale >= 0) {
-    const [p, q] = [first.scales[scale], other.scales[scale]];
-    const shown = (code) => `${hex(code)} (${decimal(formatValue(a.scale, code))})`;
-    return `${names} first differ in the scale of block ${scale + 1}: ${shown(p)} against ${shown(q)}. ${values}`;
+    const [p, q] = [first, other].map((result) => scaleCell(result, scale));
+    const told = ({ text, bits }) => `${bits.split(" ").pop()} (${text})`;
+    return `${names} first differ in the scale of block ${scale + 1}: ${told(p)} against ${told(q)}. ${values}`;
   }
   const element = first.codes.findIndex((code, i) => code !== other.codes[i]);
   if (element >= 0) {
-    const shown = (code) => `${binary(code, a.elementBits)} (${decimal(formatValue(a.element, code))})`;
-    return `${names} have equal scales and first differ in element ${element + 1}: code ${shown(first.codes[element])} against ${shown(other.codes[element])}. ${values}`;
+    const told = (code) => `${binary(code, a.elementBits)} (${decimal(formatValue(a.element, code))})`;
+    return `${names} have equal scales and first differ in element ${element + 1}: code ${told(first.codes[element])} against ${told(other.codes[element])}. ${values}`;
   }
   if (differing) return `${names} store equal bytes and decode them to different values. ${values}`;
   return `${names} agree in every bit here.`;
@@ -156,14 +268,14 @@ function firstDifference(first, other) {
 /**
  * Replace the contents of a table. The first cell of each row becomes the row's header.
  *
- * head: the cells of the header row. rows: lists of cells. A cell is a text, or {text, bits, differs}: bits is shown
- * after the text, and differs marks the cell. starts: indices of the rows with which a block begins.
+ * head: the cells of the header row. rows: lists of cells. A cell is a text, or {text, bits, differs, link}: bits is
+ * shown after the text, differs marks the cell, and link is an address. starts: indices of the rows with which a block begins.
  */
 function fillTable(table, head, rows, starts = []) {
   const cell = (content, tag) => {
-    const { text, bits, differs } = typeof content === "string" ? { text: content } : content;
+    const { text, bits, differs, link } = typeof content === "string" ? { text: content } : content;
     const made = document.createElement(tag);
-    made.textContent = text;
+    made.append(link ? Object.assign(document.createElement("a"), { href: link, textContent: text }) : text);
     if (bits) {
       const part = document.createElement("span");
       part.className = "bits";
@@ -198,7 +310,7 @@ function fillTable(table, head, rows, starts = []) {
 /** Fill the table of scales. */
 function showScales(asked, results) {
   const rows = [];
-  const add = (name, cells) => rows.push([name, ...cells.map((one, i) => ({ ...one, differs: i > 0 && one.key !== undefined && cells[0].key !== undefined && one.key !== cells[0].key }))]);
+  const add = (name, cells) => rows.push([name, ...cells.map((one, i) => ({ ...one, differs: i > 0 && one.key !== undefined && cells[0].key !== undefined && one.format === cells[0].format && one.key !== cells[0].key }))]);
   const tensor = (i) => results.map(({ recipe, tensor: t }) => (recipe.tensorRule === null ? { text: "–" } : { text: decimal(t[i]), key: t[i] }));
   add("Tensor amax", tensor(2));
   add("Tensor scale, to encode", tensor(0));
@@ -212,13 +324,13 @@ function showScales(asked, results) {
       const amax = Math.max(...asked.rounded.slice(start, start + recipe.block).map(Math.abs));
       return { text: decimal(amax) };
     }));
-    add(`Scale of ${name}`, results.map(({ recipe, scales }, i) => {
-      if (inBlock[i] === null || recipe.scale === null) return { text: "–" };
-      const code = scales[inBlock[i]];
-      return { text: decimal(formatValue(recipe.scale, code)), bits: `${recipe.scale} ${hex(code)}`, key: `${recipe.scale} ${code}` };
-    }));
+    add(`Scale of ${name}`, results.map((result, i) => (inBlock[i] === null || result.recipe.scale === null ? { text: "–" } : scaleCell(result, inBlock[i]))));
   }
-  fillTable(at("steps"), ["", ...results.map(({ recipe }) => recipe.id)], rows);
+  const errors = results.map(({ values }) => values.map((value, i) => Math.abs(value - asked.rounded[i])));
+  const energy = (numbers) => numbers.reduce((sum, x) => sum + x * x, 0);
+  add("SQNR of these numbers, dB", errors.map((one) => ({ text: decimal(Number((10 * Math.log10(energy(asked.rounded) / energy(one))).toFixed(2))) })));
+  add("Largest error", errors.map((one) => ({ text: decimal(Number(Math.max(...one).toPrecision(4))) })));
+  fillTable(at("steps"), ["", ...results.map(({ recipe }) => ({ text: recipe.id, link: SITE + (recipe.page ?? "guides/own-format/") }))], rows);
 }
 
 /** Fill the table of elements: each number with its code and value under each recipe. */
@@ -305,28 +417,34 @@ function drawLine(asked, results, start, length) {
 const rms = (a, b) => Math.sqrt(a.reduce((sum, x, i) => sum + (x - b[i]) ** 2, 0) / a.length);
 
 /**
- * Return [{code, size, error}, ...] for a block: scale codes of the first recipe, the value of a 1 under each scale, and
+ * Return [{code, size, error}, ...] for a block: scale codes of the first recipe, the largest value under each scale, and
  * the smallest error that codes under it give. The list is sorted by size. It has only scales between about a quarter
  * and four times the block's own scale, and is empty if that scale is 0 or cannot be decoded.
  */
 function errorCurve(asked, first, start) {
   const { recipe } = first;
   const numbers = asked.rounded.slice(start, start + recipe.block);
-  const one = FORMATS[recipe.element].indexOf(1);
-  const sizeOf = (code) => engine.valuesUnder(recipe, code)?.[one];
-  const own = tableOf(first, asked, start / recipe.block)?.[one];
+  const own = reach(tableOf(first, asked, start / recipe.block));
   if (!own) return [];
   const curve = [];
-  FORMATS[recipe.scale].forEach((value, code) => {
-    if (!(Number(value) > 0) || !Number.isFinite(Number(value))) return;
-    const size = sizeOf(code);
-    if (!(size >= own / 4.01 && size <= own * 4.01)) return;
-    const table = Array.from(engine.valuesUnder(recipe, code)).filter(Number.isFinite);
+  const scales = FORMATS[recipe.scale]?.map((value, code) => [Number(value), code]) ?? sampledScales(first.scales[start / recipe.block]);
+  for (const [value, code] of scales) {
+    if (!(value > 0) || !Number.isFinite(value)) continue;
+    const values = engine.valuesUnder(recipe, code);
+    const size = reach(values);
+    if (!(size >= own / 4.01 && size <= own * 4.01)) continue;
+    const table = Array.from(values).filter(Number.isFinite);
     const nearest = numbers.map((x) => table.reduce((best, v) => (Math.abs(v - x) < Math.abs(best - x) ? v : best)));
     curve.push({ code, size, error: rms(numbers, nearest) });
-  });
+  }
   return curve.sort((a, b) => a.size - b.size);
 }
+
+/** Return the largest magnitude in a table of values under a scale, which compares scales of all formats. */
+const reach = (table) => Math.max(...Array.from(table ?? []).filter(Number.isFinite).map(Math.abs), 0);
+
+/** Return [scale, scale] of float32 scales from a quarter to four times a scale, 64 per octave. */
+const sampledScales = (own) => Array.from({ length: 257 }, (_, i) => Math.fround(own * 2 ** ((i - 128) / 64))).map((x) => [x, x]);
 
 /** Draw the error of a block against its scale, with the scales of the recipes and the best scale. */
 function drawError(asked, results, start) {
@@ -341,14 +459,13 @@ function drawError(asked, results, start) {
   if (!curve.length) return show("All numbers of this block are zero, or its scale is.");
   const marked = [...results];
   const four = BY_ID.get(FOUR_OVER_SIX);
-  if (recipe.element === "E2M1" && recipe.scale === "E4M3" && four && !results.some((one) => one.recipe === four) && marked.length < 4) {
+  if (recipe.element === "E2M1" && recipe.scale === "E4M3" && four && !results.some((one) => one.recipe === four) && marked.length < 4 && asked.bits.length % four.block === 0) {
     const found = run(asked, four);
     if (found) marked.push(found);
   }
-  const one = (result) => FORMATS[result.recipe.element].indexOf(1);
   const points = marked.map((result) => {
     const index = Math.floor(start / result.recipe.block);
-    const size = result.recipe.scale === null ? undefined : tableOf(result, asked, index)?.[one(result)];
+    const size = result.recipe.scale === null ? undefined : reach(tableOf(result, asked, index));
     const own = start - (start % result.recipe.block);
     const error = rms(asked.rounded.slice(own, own + result.recipe.block), result.values.slice(own, own + result.recipe.block));
     return { size, error };
@@ -366,7 +483,7 @@ function drawError(asked, results, start) {
   [0, 0.5, 1].forEach((share) => picture.append(svg("text", { x: left - 6, y: up(share * top) + 4, "text-anchor": "end" }, decimal(Number((share * top).toPrecision(3))))));
   [curve[0], curve[curve.length >> 1], curve[curve.length - 1]].forEach((p) =>
     picture.append(svg("text", { x: Math.min(across(p.size), width - 40), y: height - bottom + 18, "text-anchor": "middle" }, decimal(Number(p.size.toPrecision(3))))));
-  picture.append(svg("text", { x: width / 2, y: height - 6, "text-anchor": "middle" }, width < 500 ? "scale × tensor scale, logarithmic" : "scale of the block × tensor scale, logarithmic"));
+  picture.append(svg("text", { x: width / 2, y: height - 6, "text-anchor": "middle" }, width < 500 ? "largest value, logarithmic" : "largest value under the scale of the block, logarithmic"));
   picture.append(svg("text", { x: 6, y: above - 14 }, "root mean square error"));
   picture.append(svg("path", { d: `M${curve.map((p) => `${across(p.size)} ${up(p.error)}`).join("L")}`, class: "curve" }));
   picture.append(svg("path", { d: `M${across(best.size)} ${up(best.error)}V${height - bottom}`, class: "grid", "stroke-dasharray": "4 3" }));
@@ -376,8 +493,8 @@ function drawError(asked, results, start) {
     picture.append(mark(k, 14, 16 + 18 * k), svg("text", { x: 26, y: 20 + 18 * k }, marked[k].recipe.id));
   });
   const own = points[0].error;
-  const gain = best.error < own ? `A search would choose ${hex(best.code)}, with an error of ${decimal(Number(best.error.toPrecision(4)))} instead of ${decimal(Number(own.toPrecision(4)))}.` : "No other scale gives a smaller error.";
-  show(`Curve: for each ${recipe.scale} scale under the tensor scale of ${recipe.id}, the smallest error that codes can give. Marks: what recipes choose. ${gain}`, picture);
+  const gain = best.error < own ? `A search would choose ${recipe.own && !(recipe.own.scale instanceof Format) ? decimal(best.code) : hex(best.code)}, with an error of ${decimal(Number(best.error.toPrecision(4)))} instead of ${decimal(Number(own.toPrecision(4)))}.` : "No other scale gives a smaller error.";
+  show(`Curve: for ${FORMATS[recipe.scale] ? "each" : "64 per octave of the"} ${recipe.scale} ${FORMATS[recipe.scale] ? "scale" : "scales"}${recipe.tensorRule === null ? "" : ` under the tensor scale of ${recipe.id}`}, the smallest error that codes can give. Marks: what recipes choose. ${gain}`, picture);
 }
 
 // ---- the page ----
@@ -395,6 +512,8 @@ function chosenBlock(length, block) {
 function update() {
   const problem = at("problem");
   problem.textContent = "";
+  showAbout();
+  history.replaceState(null, "", address()); // wrong input too, so that a reload restores it
   try {
     const asked = request();
     const results = asked.recipes.map((recipe) => [recipe, run(asked, recipe)]);
@@ -411,7 +530,6 @@ function update() {
     const start = chosenBlock(asked.bits.length, block);
     drawLine(asked, found, start, block);
     drawError(asked, found, start);
-    history.replaceState(null, "", address());
   } catch (error) {
     hideResults(true);
     problem.textContent = error.message;
@@ -426,13 +544,20 @@ function hideResults(hidden) {
 /** Put numbers into the form. kind: the example, random numbers, or random numbers of which one is large. */
 function example(kind) {
   if (kind === "example") return fill(EXAMPLE);
-  const length = Math.max(16, ...[...document.querySelectorAll("#recipes select")].map((one) => BY_ID.get(one.value)?.block ?? 0));
+  const length = Math.min(selects().map((one) => BY_ID.get(one.value)?.block ?? 1).reduce(lcm, 16), MAX_BLOCK);
   const normal = () => Math.sqrt(-2 * Math.log(1 - Math.random())) * Math.cos(2 * Math.PI * Math.random());
   const numbers = Array.from({ length }, () => Number(normal().toPrecision(5)));
   if (kind === "outlier") numbers[5] = 24;
   at("numbers").value = numbers.join(" ");
   at("amax").value = kind === "outlier" ? "24" : "5"; // 5: usual for a tensor of a million normal numbers
   drawnAmax = at("amax").value;
+  madeNumbers = null;
+}
+
+/** Clear the tensor amax of random numbers, because other numbers are in the field now. */
+function forgetAmax() {
+  if (at("amax").value === drawnAmax) at("amax").value = "";
+  drawnAmax = null;
 }
 
 /** Start the page: load the engine, fill the form, and react to it. */
@@ -441,7 +566,16 @@ async function start() {
   makeChoices();
   readAddress();
   at("offered").textContent = `${RECIPES.length} recipes are offered. ${LEFT_OUT}`;
-  at("numbers").addEventListener("input", () => { if (at("amax").value === drawnAmax) at("amax").value = ""; });
+  at("numbers").addEventListener("input", forgetAmax);
+  at("own").addEventListener("input", () => { readOwn(); chooseOwn(); });
+  at("recipes").addEventListener("input", () => (unknown = []));
+  document.querySelectorAll("[data-own]").forEach((button) =>
+    button.addEventListener("click", () => {
+      at("own").value = OWN_EXAMPLES[button.dataset.own] ?? "";
+      readOwn();
+      chooseOwn();
+      update();
+    }));
   at("form").addEventListener("input", update);
   at("form").addEventListener("submit", (event) => event.preventDefault());
   at("block").addEventListener("input", update);
@@ -465,6 +599,7 @@ async function start() {
     field.classList.remove("over");
     const [file] = event.dataTransfer.files;
     field.value = file ? await file.text() : event.dataTransfer.getData("text");
+    forgetAmax();
     update();
   });
   update();

@@ -59,7 +59,7 @@ class UpdateRows(NamedTuple):
             return (values.astype(np.float32, copy=False) + delta).astype(values.dtype, copy=False)
 
 
-CHUNK_ELEMENTS = 1 << 16  # a chunk takes 512 KB as float64, so its temporaries stay in the CPU cache
+CHUNK_ELEMENTS = 1 << 16  # a chunk takes 512 KiB as float64, so its temporaries stay in the CPU cache
 
 
 def row_chunks(rows: int, columns: int, multiple: int = 1) -> Iterator[slice]:

@@ -292,6 +292,17 @@ def test_without_cupy_the_error_says_what_to_install(capsys):
     )
 
 
+@pytest.mark.parametrize("missing", ["CuPy is missing", "the driver is too old", "no CUDA-capable device is detected"])
+def test_without_a_gpu_the_error_names_the_check_of_the_processor(missing, monkeypatch, capsys):
+    def fails():
+        raise RuntimeError(f"fp4kit.cuda: {missing}")
+
+    monkeypatch.setattr(cli_selftest.imports, "cupy", fails)
+    assert main(["selftest"]) == 2
+    way_out = "selftest --host checks the compiled CPU engine instead"
+    assert capsys.readouterr().err == f"fp4kit selftest: fp4kit.cuda: {missing}; {way_out}\n"
+
+
 @NEEDS_ENGINE
 def test_the_processor_instead_of_a_gpu(monkeypatch, capsys):
     def plan(engine, golden, quick):
