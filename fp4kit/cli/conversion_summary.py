@@ -23,7 +23,7 @@ from fp4kit.checkpoint.selection.names import ENGINE
 from fp4kit.checkpoint.verify.reencode import SampledError, sampled_error
 from fp4kit.checkpoint.verify.verify import VerifyReport
 from fp4kit.contract.engine_table import VERSIONS
-from fp4kit.storage.files import CheckpointError, shown
+from fp4kit.storage.files import CheckpointError, counted, shown
 
 # format -> the engine for which it is made, for formats of which engine_table.py says nothing
 _OWN_ENGINES = {"gguf": ENGINE, mlx.FORMAT: mlx.ENGINE, comfy.FORMAT: comfy.ENGINE}
@@ -178,7 +178,7 @@ def recipe_line(plan: Plan) -> str:
 def _error_lines(error: SampledError) -> Iterator[str]:
     """Yield the line about the error of a conversion: the median and the worst SQNR of the measured layers."""
     (worst, db), count = error.layers[0], len(error.layers)
-    of = f"{count} layer{'s' * (count != 1)}" if count == error.total else f"{count} sampled layers of {error.total}"
+    of = counted(count, "layer") if count == error.total else f"{count} sampled layers of {error.total}"
     of = of if error.is_whole or count != error.total else f"sampled rows of {of}"
     noise = 100 * 10 ** (-error.median / 20)
     yield (

@@ -28,7 +28,7 @@ from fp4kit.checkpoint.plan.source_layers import all_doubts
 from fp4kit.cli.command import DIFFERENT, DONE, Command, path_flag
 from fp4kit.cli.convert import DASK, WORKERS, flags_of
 from fp4kit.cli.output import Output
-from fp4kit.storage.files import CheckpointError, listed, shown
+from fp4kit.storage.files import CheckpointError, counted, listed, shown
 
 _MOST_NAMES = 2  # if more names than this have one reason, they are counted instead of listed
 
@@ -66,8 +66,8 @@ def _print_checkpoint(out: Output, body: dict[str, Any], items: Iterable[Item]) 
     """Print the content of a checkpoint: a summary, and then its tensors and layers."""
     totals = body["totals"]
     total = decimal(sum(one["bytes"] for one in totals.values()))
-    out.line(f"total: {len(body['tensors'])} tensors in {len(body['files'])} file(s), {total}")
-    out.lines(f"{dtype}: {one['tensors']} tensors, {decimal(one['bytes'])}" for dtype, one in totals.items())
+    out.line(f"total: {counted(len(body['tensors']), 'tensor')} in {counted(len(body['files']), 'file')}, {total}")
+    out.lines(f"{dtype}: {counted(one['tensors'], 'tensor')}, {decimal(one['bytes'])}" for dtype, one in totals.items())
     formats = Counter(layer["format"] for layer in body["layers"])
     out.lines(f"quantized layers: {count} in {shown(name)}" for name, count in formats.items())
     out.lines(f"{key}: {shown(value)}" for key, value in body["quantization"].items())

@@ -28,7 +28,7 @@ from fp4kit.contract.compare_layer import COLUMNS, Parity
 from fp4kit.contract.engines import Serving, serving_of, servings
 from fp4kit.contract.parity import parity
 from fp4kit.contract.schema import Contract
-from fp4kit.storage.files import CheckpointError, shown
+from fp4kit.storage.files import CheckpointError, counted, shown
 
 
 def _verify(args: argparse.Namespace, out: Output) -> int:
@@ -123,7 +123,7 @@ def _verdict(report: VerifyReport) -> str:
     """Return the last line of the output."""
     warnings, count = len(report.issues) - report.errors, len(report.layers)
     manifest = {"equal": "files match the manifest", "differs": "files differ from the manifest", "none": "no manifest"}
-    text = f"{count} layer{'s' * (count != 1)}, {manifest[report.manifest]}"
+    text = f"{counted(count, 'layer')}, {manifest[report.manifest]}"
     if report.source is not None:
         differing = sum(layer.differing for layer in report.layers)
         compared = sum(layer.compared for layer in report.layers)
@@ -162,7 +162,7 @@ def _print_comparison(out: Output, comparison: CheckpointComparison) -> None:
     if len(listed) < len(comparison.tensors):
         count = len(quantized_in_one)
         out.line(
-            f"not listed: {len(comparison.tensors) - len(listed)} tensors of the {count} layer{'s' * (count != 1)} that"
+            f"not listed: {len(comparison.tensors) - len(listed)} tensors of the {counted(count, 'layer')} that"
             " only one checkpoint has quantized"
         )
     out.lines(f"not decoded, because of {shown(item.name)}: {shown(item.why)}" for item in comparison.refused)

@@ -27,6 +27,7 @@ from fp4kit.ops.matmul import matmul
 from fp4kit.ops.quantize import dequantize, quantize
 from fp4kit.quantized.container import Quantized
 from fp4kit.recipes import Recipe
+from fp4kit.storage.files import counted
 from fp4kit.units import ENGINE_ORDERS
 
 Kind: TypeAlias = Literal["weight", "input", "input scale", "kv cache", "other tensor", "tensor"]
@@ -260,11 +261,6 @@ def _in_one_line(uncertain: tuple[str, ...]) -> tuple[str, ...]:
     names = [text.removesuffix(_IN_BOTH) for text in uncertain if text.endswith(_IN_BOTH)]
     others = tuple(text for text in uncertain if not text.endswith(_IN_BOTH))
     return (*others, ", ".join(names) + _IN_BOTH) if names else others
-
-
-def counted(count: int, noun: str) -> str:
-    """Return a count with its noun, such as "1 layer" or "3 layers"."""
-    return f"{count:,} {noun}{'s' * (count != 1)}"
 
 
 _RARE = 1_000_000  # chance_of_a_miss is stated for one differing element in this many

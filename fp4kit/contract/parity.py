@@ -19,7 +19,7 @@ from fp4kit.arguments import as_index
 from fp4kit.arithmetic import ieee
 from fp4kit.contract import compare_layer, faults
 from fp4kit.contract import sides as side_rows
-from fp4kit.contract.compare_layer import INPUTS_DIFFER, Kind, LayerParity, Parity, counted
+from fp4kit.contract.compare_layer import INPUTS_DIFFER, Kind, LayerParity, Parity
 from fp4kit.contract.engines import FUSED, serving_of
 from fp4kit.contract.schema import Contract, only_decoding
 from fp4kit.contract.sides import (
@@ -39,7 +39,7 @@ from fp4kit.contract.sides import (
 from fp4kit.formats import FLOATS
 from fp4kit.quantized.container import Quantized
 from fp4kit.recipes import Recipe
-from fp4kit.storage.files import listed
+from fp4kit.storage.files import counted, listed
 
 SideLike: TypeAlias = "Contract | str | Path | Mapping[str, Any] | Callable[[str, Any], Any] | tuple[Contract, Any]"
 """The description of a side: a Contract, a path, tensors by name, a function, or a Contract with one of the others."""

@@ -40,6 +40,11 @@ def shown(name: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in name)
 
 
+def counted(count: int, noun: str) -> str:
+    """Return a count with its noun, such as "1 layer" or "3 layers"."""
+    return f"{count:,} {noun}{'s' * (count != 1)}"
+
+
 # {first bytes of a file: what the file is, and what to do}
 _OTHER_FILES = {
     b"version https://git-lfs": "it is a Git LFS pointer, not the file; run git lfs pull where it was cloned",

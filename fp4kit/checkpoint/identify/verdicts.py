@@ -20,7 +20,7 @@ from fp4kit.checkpoint.identify.known_methods import TUNED, TUNED_BY_AUTO_ROUND,
 from fp4kit.ops.identify import either
 from fp4kit.recipes import Recipe
 from fp4kit.recipes.schema import PRODUCERS, producer_of
-from fp4kit.storage.files import listed
+from fp4kit.storage.files import counted, listed
 
 MAX_FAILURES = 4  # after this many unexplained layers in a row, only faults with a name are tried
 
@@ -329,13 +329,13 @@ class CheckpointVerdict:
         own = replace(self, layers=tuple(layer for layer in self.layers if id(layer) not in others), others=())
         found = "; ".join(part._own_sentence for part in (own, *self.others))
         for dtype, count in Counter(x.explanation.dtype for x in self.layers if x.explanation.dtype).items():
-            found += f"; {_layers(count)} made from the source converted to {dtype}"
+            found += f"; {counted(count, 'layer')} made from the source converted to {dtype}"
         if scaled := [layer for layer in self.layers if layer.explanation.scaled]:
-            found += f"; {_layers(len(scaled))} made from {_declared(diagnose.SCALED, scaled[0].scaling)}"
+            found += f"; {counted(len(scaled), 'layer')} made from {_declared(diagnose.SCALED, scaled[0].scaling)}"
         if self.unpaired:
             count, total = len(self.unpaired), len(self.layers) + len(self.unpaired)
             names = listed(self.unpaired, MAX_NAMES)
-            found += f"; {_layers(count)} without a counterpart in the source, of {total:,}: {names}"
+            found += f"; {counted(count, 'layer')} without a counterpart in the source, of {total:,}: {names}"
         return found
 
     @property
@@ -356,10 +356,10 @@ class CheckpointVerdict:
             for what, n in Counter(doubts).most_common()
         ]
         total = len(self.layers)
-        texts = [f"{what}, {count:,} of {_layers(total)}" for what, count in found]
+        texts = [f"{what}, {count:,} of {counted(total, 'layer')}" for what, count in found]
         if self.unpaired:
             names = listed(self.unpaired, MAX_NAMES)
-            texts.append(f"no counterpart in the source, {_layers(len(self.unpaired))}: {names}")
+            texts.append(f"no counterpart in the source, {counted(len(self.unpaired), 'layer')}: {names}")
         return tuple(texts)
 
     @property
@@ -384,7 +384,7 @@ class CheckpointVerdict:
         agree = " (they agree on these layers)" if len(self.recipes) > 1 else ""
         end = f"; then: {self.mishap}" if self.mishap else ""
         known = Counter(_summary(layer.explanation) for layer in self.exceptions)
-        end += "".join(f"; {start} {_layers(count)}" for start, count in known.items() if start)
+        end += "".join(f"; {start} {counted(count, 'layer')}" for start, count in known.items() if start)
         if not self.recipes:
             return f"{either(self.rules)} in {which_layers}{end}"
         return f"{either(self.recipes)} made {which_layers}{agree}{end}"
@@ -400,8 +400,8 @@ class CheckpointVerdict:
         if layers and 2 * (near + tuned) >= len(layers):
             return (
                 f"this is probably not the source, but a model near it{', or codes were tuned' if tuned else ''}:"
-                f" {near + tuned:,} of {_layers(len(layers))} are like the source, but not equal to it; give the model"
-                " that this was made from"
+                f" {near + tuned:,} of {counted(len(layers), 'layer')} are like the source, but not equal to it; give"
+                " the model that this was made from"
             )
         if not layers or not all(found.unlike for found in layers):
             return None
@@ -415,7 +415,7 @@ class CheckpointVerdict:
         counts = Counter(layer.explanation.cause for layer in self.layers)
         total, unknown = len(self.layers), counts.pop(None, 0)
         if not counts:
-            return f"nothing explains any of {_layers(total)}"
+            return f"nothing explains any of {counted(total, 'layer')}"
         found = []
         for cause, count in counts.most_common():
             what, _, details = str(cause).partition(": ")
@@ -458,14 +458,9 @@ def _summary(found: diagnose.Diagnosis) -> str:
     return f"{found.cause.split(': ')[0]} in" if found.cause else ""
 
 
-def _layers(count: int) -> str:
-    """Return a number of layers as text, such as "1 layer" or "12 layers"."""
-    return f"{count:,} layer{'s' * (count != 1)}"
-
-
 def _some_layers(count: int, total: int) -> str:
     """Return a number of layers of all as text, such as "12 layers" or "3 of 12 layers"."""
-    return _layers(total) if count == total else f"{count:,} of {_layers(total)}"
+    return counted(total, "layer") if count == total else f"{count:,} of {counted(total, 'layer')}"
 
 
 def checkpoint_verdict(found: tuple[LayerVerdict, ...], unpaired: Sequence[str] = ()) -> CheckpointVerdict:

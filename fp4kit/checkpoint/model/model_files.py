@@ -22,7 +22,7 @@ from fp4kit.checkpoint.model.weights import Tensors, Weight, weights_of
 from fp4kit.checkpoint.selection.names import ARCHITECTURE, config_of
 from fp4kit.contract.schema import FILE as CONTRACT
 from fp4kit.lazy import lazy_property
-from fp4kit.storage.files import CheckpointError, SafetensorsFile, listed, load_object, read_header, shown
+from fp4kit.storage.files import CheckpointError, SafetensorsFile, counted, listed, load_object, read_header, shown
 from fp4kit.storage.gguf_file import is_gguf, read_gguf_model
 
 SINGLE = "model.safetensors"
@@ -552,7 +552,7 @@ def other_weights(root: Path, names: Collection[str], config: Mapping[str, Any])
     text = config.get("text_config")
     counts = [part.get(key) for part in (config, text) if isinstance(part, Mapping) for key in _NEXT]
     count = next((count for count in counts if isinstance(count, int) and count > 0), 0)
-    predicted = f"{count} layer{'s' * (count != 1)} of multi-token prediction"
+    predicted = f"{counted(count, 'layer')} of multi-token prediction"
     for name in sorted(set(safetensors_in(root)) - set(names)):
         if name.startswith("adapter_"):
             yield name, "is an adapter (PEFT) that is not part of the model; merge it first, if the model needs it"

@@ -21,7 +21,7 @@ from fp4kit import __version__
 from fp4kit.checkpoint.findings import grouped
 from fp4kit.checkpoint.model.statistics import StoredCounts, total
 from fp4kit.checkpoint.verify.verify import LayerReport, VerifyReport
-from fp4kit.storage.files import listed, shown, whole_file
+from fp4kit.storage.files import counted, listed, shown, whole_file
 
 DECIBELS = (
     "SQNR is the ratio of the squared weights to the squared errors. At 20 dB, the relative rms error is 10%; 6 dB"
@@ -56,7 +56,7 @@ def summary_of(report: VerifyReport) -> Iterator[str]:
         return
     named = {issue.subject for issue in report.issues}
     total, faulty = len(report.layers), sum(layer.name in named for layer in report.layers)
-    text = f"{total - faulty} of {_counted('layer', total)} as expected"
+    text = f"{total - faulty} of {counted(total, 'layer')} as expected"
     if faulty:
         worst = worst_first(report)[0]
         why = next(issue.sentence for issue in report.issues if issue.subject == worst.name)
@@ -82,13 +82,8 @@ def unchecked(report: VerifyReport) -> list[str]:
         found.append("checksums of the files, because there is no manifest")
     if report.source is not None:
         if alone := sum(not layer.compared for layer in report.layers):
-            found.append(f"the bytes of {_counted('layer', alone)}, which were not encoded again")
+            found.append(f"the bytes of {counted(alone, 'layer')}, which were not encoded again")
     return found
-
-
-def _counted(word: str, count: int) -> str:
-    """Return a count with its noun, such as "1 error" or "2 errors"."""
-    return f"{count} {word}{'s' * (count != 1)}"
 
 
 # Sizes of a chart in pixels: width, height, left margin, and the margin on the other three sides.
@@ -134,7 +129,7 @@ def _head(report: VerifyReport) -> str:
     """Return the HTML of the page's top: title, number of errors and warnings, and facts about the verification."""
     verdict = "clean" if report.clean else "error"
     warnings = len(report.issues) - report.errors
-    word = f"{_counted('error', report.errors)}, {_counted('warning', warnings)}"
+    word = f"{counted(report.errors, 'error')}, {counted(warnings, 'warning')}"
     facts: dict[str, object] = {
         "checkpoint": report.path,
         "source": report.source or "none given",
