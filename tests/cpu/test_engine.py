@@ -4,6 +4,7 @@ and output.
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -299,3 +300,22 @@ def test_low_rank_products(monkeypatch, shape):
     monkeypatch.setattr(library, "library", lambda: library.CompiledLibrary(None, "none"))
     with np.errstate(all="ignore"):
         assert_same_bits(engine.low_rank_product(b, a), expected)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", ["mxfp4-gguf", "nvfp4-gguf", "mxfp4-mlx-cpu", "nvfp4-mlx-cpu"])
+def test_loops_over_codes_are_vectorized(name):
+    """Rounding to the first of the nearest codes takes about 5 times as long as other rounding. With loops that g++
+    does not vectorize, it would take 80 times as long.
+    """
+    x = np.random.default_rng(0).standard_normal((512, 2048)).astype(np.float32)
+
+    def least(recipe):
+        times = []
+        for _ in range(8):
+            start = time.process_time()
+            fp4kit.quantize(x, recipe, threads=1)
+            times.append(time.process_time() - start)
+        return min(times)
+
+    assert least(name) < 20 * least("nvfp4-te")

@@ -99,7 +99,11 @@ template <class F>
 FP4KIT_DEVICE u32 first_of_least(float a, float step) {
   u32 best = 0u;
   float least_error = a;
+#ifdef __CUDACC__
 #pragma unroll 8
+#else
+#pragma GCC unroll 8  // without it, g++ neither unrolls nor vectorizes the loop over elements
+#endif
   for (u32 code = 1u; code <= F::kMaxCode; ++code) {
     const float error = magnitude_of(decode<F>(code) * step - a);
     if (error < least_error) {
