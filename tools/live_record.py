@@ -2,8 +2,8 @@
 
     fp4kit recipes --live --json | python tools/live_record.py
 
-If all arrays of a producer were equal, its entry in docs/live-producers.json is replaced. Other entries stay. Then run
-tools/readme.py, which writes the table of the documentation page.
+If all arrays of a producer were equal, its entry in fp4kit/evidence/live/equal.json is replaced. Other entries stay.
+Then run tools/readme.py, which writes the table of the documentation page.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-RECORD = Path(__file__).resolve().parent.parent / "docs" / "live-producers.json"
+RECORD = Path(__file__).resolve().parent.parent / "fp4kit" / "evidence" / "live" / "equal.json"
 KEPT = ("version", "versions", "seconds", "arrays", "elements", "exceptions")
 
 
@@ -23,7 +23,7 @@ def merged(record: dict[str, Any], run: dict[str, Any]) -> tuple[dict[str, Any],
     A producer gets a new entry if arrays of it were compared and all were equal. The arguments are not changed.
 
     Args:
-        record: {producer: entry}, the content of docs/live-producers.json.
+        record: {producer: entry}, the content of fp4kit/evidence/live/equal.json.
         run: the JSON document that fp4kit recipes --live --json prints.
     """
     found = dict(record)

@@ -29,7 +29,7 @@ from fp4kit.cli.output import RECIPE_COLUMNS, grouped_recipe_rows, markdown
 from fp4kit.contract.engine_table import VERSIONS
 from fp4kit.cpu.engine import COVERAGE_COLUMNS, uncovered_rows
 from fp4kit.evidence.golden.check import COLUMNS, agreement_rows
-from fp4kit.evidence.live.run import adapters, exceptions
+from fp4kit.evidence.live.run import adapters, exceptions, found_equal
 from fp4kit.recipes import ALL_RECIPES, RECIPES, recipe
 from fp4kit.recipes.schema import PRODUCERS
 
@@ -154,7 +154,7 @@ LIVE_COLUMNS = (
 
 def live() -> str:
     """Return the table of producer releases whose results were equal to fp4kit's on random inputs."""
-    record = json.loads((ROOT / "docs" / "live-producers.json").read_text())
+    record = found_equal()
     names = sorted(adapter.title or adapter.name for adapter in adapters())
     return markdown(LIVE_COLUMNS, [_live_row(name, record.get(name)) for name in names])
 
@@ -163,7 +163,7 @@ def _live_row(name: str, entry: dict[str, Any] | None) -> tuple[str, ...]:
     """Return the cells of one producer's row, in the order of LIVE_COLUMNS.
 
     name: the name of the producer.
-    entry: its entry in docs/live-producers.json. If it is None, the row says "none recorded".
+    entry: its entry in fp4kit/evidence/live/equal.json. If it is None, the row says "none recorded".
     """
     if entry is None:
         return (name, "none recorded", *[""] * 6)
@@ -177,7 +177,7 @@ def _live_row(name: str, entry: dict[str, Any] | None) -> tuple[str, ...]:
 def versions() -> str:
     """Return the table of the recorded and the newest versions of all producers, from docs/producer-versions.json."""
     seen = json.loads((ROOT / "docs" / "producer-versions.json").read_text())
-    record = json.loads((ROOT / "docs" / "live-producers.json").read_text())
+    record = found_equal()
     equal: dict[str, str] = {}
     packages = {one.package for one in PRODUCERS.values()}
     for adapter in adapters():

@@ -459,8 +459,8 @@ def test_evidence():
     """A recipe says whether it was compared with recordings or a live producer. A variant of it was compared with
     nothing."""
     r = RECIPES["mxfp4-triton-kernels"]
-    assert r.evidence == {"recorded": ("triton_kernels", "producers_h200"), "live": ("triton_kernels in vllm",)}
-    assert "evidence     recorded (triton_kernels, producers_h200), live (triton_kernels in vllm)" in str(r)
+    assert r.evidence == {"recorded": ("triton_kernels", "producers_h200"), "live": ("triton_kernels in vllm 0.33.0",)}
+    assert "evidence     recorded (triton_kernels, producers_h200), live (triton_kernels in vllm 0.33.0)" in str(r)
     assert replace(r, rounding="rz").evidence == {} and "evidence" not in str(replace(r, rounding="rz"))
     derived = RECIPES["nvfp4-nunchaku"]
     assert derived.evidence == {} and "derived from the producer's source code" in str(derived)

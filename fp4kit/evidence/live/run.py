@@ -11,6 +11,7 @@ import importlib.metadata
 import importlib.util
 import inspect
 import io
+import json
 import logging
 import re
 import subprocess
@@ -20,8 +21,9 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial, reduce
+from functools import cache, partial, reduce
 from math import lcm
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -261,13 +263,20 @@ def adapters() -> tuple[Adapter, ...]:
     return tuple(names[name] for name in sorted(names) if isinstance(names[name], Adapter))
 
 
+@cache
+def found_equal() -> dict[str, Any]:
+    """Return {producer: the latest run in which its results equalled fp4kit's}, which tools/live_record.py writes."""
+    record: dict[str, Any] = json.loads(Path(__file__).with_name("equal.json").read_text(encoding="utf-8"))
+    return record
+
+
 def evidence_of(r: fp4kit.Recipe) -> dict[str, tuple[str, ...]]:
-    """Return Recipe.evidence: the files of recorded outputs, and the producers that adapters run."""
+    """Return Recipe.evidence: the files of recorded outputs, and the producers that were run and gave equal bits."""
     if not is_listed(r):
         return {}
     recorded = dict.fromkeys(row.file for row in ROWS if row.recipe == r.id)
-    live = dict.fromkeys(adapter.title or adapter.name for adapter in adapters() if r.id in adapter.calls)
-    return {kind: tuple(names) for kind, names in (("recorded", recorded), ("live", live)) if names}
+    live = (f"{producer} {entry['version']}" for producer, entry in found_equal().items() if r.id in entry["recipes"])
+    return {kind: names for kind, names in (("recorded", tuple(recorded)), ("live", tuple(live))) if names}
 
 
 class NotRun(Exception):
