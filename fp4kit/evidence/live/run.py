@@ -265,7 +265,7 @@ def adapters() -> tuple[Adapter, ...]:
 
 @cache
 def found_equal() -> dict[str, Any]:
-    """Return {producer: the latest run in which its results equalled fp4kit's}, which tools/live_record.py writes."""
+    """Return {producer: the latest run in which it was equal}, which tools/live_record.py writes."""
     record: dict[str, Any] = json.loads(Path(__file__).with_name("equal.json").read_text(encoding="utf-8"))
     return record
 
