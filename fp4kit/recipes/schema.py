@@ -315,8 +315,8 @@ class Recipe:
     def evidence(self) -> Mapping[str, tuple[str, ...]]:
         """How it is known that the recipe gives the bits of its producer.
 
-        {"recorded": files of outputs that the producer gave, which `fp4kit recipes --check` compares; "live": producers,
-        with the version, that `fp4kit recipes --live` ran and found equal}. Empty if the recipe was derived from the
+        {"recorded": files of outputs that the producer gave, which `fp4kit recipes --check` compares; "live":
+        producers with versions that `fp4kit recipes --live` ran and found equal}. Empty if the recipe was derived from the
         producer's source code only, and for a variant that is not in fp4kit's table.
         """
         found: Mapping[str, tuple[str, ...]] = FUNCTIONS["Recipe.evidence"](self)
