@@ -37,7 +37,9 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCS = (
     "benchmarks",
     "checkpoints",
+    "checks",
     "command-line",
+    "index",
     "live-producers",
     "processors",
     "recipes",
@@ -335,7 +337,7 @@ def units() -> str:
             names = (f"`{unit.id}`", HARDWARE[unit.id]) if is_first else ("", "")
             kinds += ["FP8, converted to float16"] * (unit.fp8_as is not None and step == unit.float16)
             bits = ("all", "32") if "int8" in keys else (f"{step.fraction_bits}", f"{sum_bits}")
-            proof = unit.checked.partition(";")[0] if is_first else ""
+            proof = re.sub(r"^no; compared only with MMA-Sim.*", "no", unit.checked) if is_first else ""
             rows.append((*names, ", ".join(kinds), f"{step.k}", *bits, _distance(unit, keys[0]), proof))
     return markdown(UNIT_COLUMNS, rows)
 
@@ -391,18 +393,22 @@ PARTS = {one.__name__: one for one in ALL}
 
 
 def with_output(text: str) -> str:
-    """Run the example in a page, and return the page's text with the example's current output.
+    """Run the examples in a page, and return the page's text with the current output of each.
 
-    The example is the code after `<!-- example -->`. Its output replaces the block after `<!-- output -->`. A text
-    without an example is returned unchanged.
+    An example is the code after `<!-- example -->`. Its output replaces the block after the next `<!-- output -->`. A
+    text without an example is returned unchanged. Raises ValueError unless each example has one output block, before
+    the next example.
     """
-    example = re.search(r"<!-- example -->\n```python\n(.*?)```", text, re.DOTALL)
-    if example is None:
-        return text
-    run = subprocess.run([sys.executable, "-c", example[1]], capture_output=True, text=True, check=True, cwd=ROOT)
-    return re.sub(
-        r"(<!-- output -->\n```text\n).*?(```)", lambda match: match[1] + run.stdout + match[2], text, flags=re.DOTALL
-    )
+    if re.findall("<!-- (example|output) -->", text) != ["example", "output"] * text.count("<!-- example -->"):
+        raise ValueError("examples and outputs do not alternate; needs one <!-- output --> after each <!-- example -->")
+
+    def current(match: re.Match[str]) -> str:
+        command = [sys.executable, "-c", match["code"]]
+        run = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
+        return match["head"] + run.stdout + "```"
+
+    pattern = r"(?P<head><!-- example -->\n```python\n(?P<code>.*?)```.*?<!-- output -->\n```text\n).*?```"
+    return re.sub(pattern, current, text, flags=re.DOTALL)
 
 
 def rewritten(text: str) -> str:

@@ -38,6 +38,7 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
 
 
 QUERY = "encoder.layer.0.attention.self.query"
+README = Path(__file__).resolve().parents[2] / "README.md"
 NEEDED = "a model directory, a .safetensors or a GGUF file is needed"
 
 
@@ -375,6 +376,11 @@ def test_demo(tmp_path: Path, run: Run) -> None:
     assert (tmp_path / "out" / "1_Pooling" / "config.json").exists()
     last = re.search(r"before and after: cosine (0\.\d+) \(median\), (0\.\d+) \(worst\)$", result.out.strip())
     assert last is not None and 0.95 < float(last[2]) <= float(last[1]) < 0.999
+    shown = re.search(r"<!-- output of the demo -->\n```text\n(.*?)```", README.read_text(), re.DOTALL)
+    assert shown is not None  # the README shows some of the lines
+    text = result.out.replace("\n  ", " ").replace(str(tmp_path / "out"), "minilm-nvfp4")
+    for line in shown[1].splitlines():
+        assert line.partition(" cosine ")[0] in text
 
 
 def test_identify_without_a_source_says_what_the_checkpoint_tells(tmp_path: Path, run: Run) -> None:

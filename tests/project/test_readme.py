@@ -7,9 +7,11 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
+from products import of_cards, of_tcgen05
 from tool_module import tool_module
 
 from fp4kit.evidence.golden import check as agreement
+from fp4kit.recipes import ALL_RECIPES
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "README.md").read_text()
@@ -20,6 +22,52 @@ def test_generated_parts_and_what_the_example_prints_are_current(monkeypatch) ->
     module = tool_module("readme")
     for page in module.PAGES:
         assert module.rewritten(page.read_text()) == page.read_text(), f"{page.name}: run python tools/readme.py"
+
+
+def test_each_example_has_its_own_output() -> None:
+    page = "<!-- example -->\n```python\nprint({})\n```\nText:\n\n<!-- output -->\n```text\n{}\n```\n"
+    stale, current = (page.format(1, x) + page.format(2, y) for x, y in (("x", "x"), (1, 2)))
+    assert tool_module("readme").with_output(stale) == current
+    for wrong in (
+        page.format(1, 1).partition("<!-- output")[0] + page.format(2, 2),
+        page.format(1, 1) + "<!-- output -->",
+    ):
+        with pytest.raises(ValueError, match="examples and outputs do not alternate"):
+            tool_module("readme").with_output(wrong)
+
+
+def test_counts_of_sums_of_gpus_add_up() -> None:
+    """The README of the recordings has the totals. The table of units has a part of them in each row."""
+    data = (ROOT / "tests" / "data" / "matmul" / "README.md").read_text()
+    published, words = re.search(r"all (\d+) \|", data), re.search(r"([\d,]+)\npublished ones, ([\d,]+) of", data)
+    assert published and words
+    cells = tool_module("readme").units().replace("only NaN: two published words", "2 published words")
+    found = {what: [_number(n) for n in re.findall(rf"([\d,]+) published {what}", cells)] for what in ("sums", "words")}
+    assert sum(found["sums"]) == _number(words[1]) and sum(found["words"]) == _number(published[1])
+    total = _number(words[1]) + _number(words[2]) + _number(published[1])
+    held = sum(case.d.size for case in (*of_cards(), *of_tcgen05()))
+    assert f"all {total:,} recorded sums" in TEXT and f"a clone holds [{held:,}]" in TEXT
+
+
+def _number(text: str) -> int:
+    return int(text.replace(",", ""))
+
+
+def test_one_page_says_which_recipe_is_for_which_engine() -> None:
+    """The commands of the guide to conversion have the options of that page, which also says how many recipes exist."""
+    guides = ROOT / "docs" / "guides"
+    chosen, commands = ((guides / name).read_text() for name in ("choose.md", "convert.md"))
+    rows = re.findall(r"^\| (\S+) \| NVFP4 \| (?:`(.*?)`)?", chosen, re.MULTILINE)
+    options = {engine: options for engine, options in rows if options}
+    used = dict(re.findall(r"^\| (\S+) \| `fp4kit convert \S+ \S+ (--recipe .*?)`", commands, re.MULTILINE))
+    assert used == options and len(used) == 6
+    assert f"fp4kit has {len(ALL_RECIPES)} recipes," in chosen
+
+
+def test_rates_of_recipes_are_those_of_the_record() -> None:
+    record = (ROOT / "benchmarks" / "results" / "cpu.md").read_text()
+    found = re.findall(r"`([\w-]+)`\s\((\d\.\d+)\)", TEXT)
+    assert len(found) == 2 and all(f"| quantize | {name} | bf16 | {rate} |" in record for name, rate in found)
 
 
 def test_stars_of_patterns_are_escaped_in_the_table_of_options() -> None:
@@ -34,11 +82,18 @@ def test_the_readme_is_short() -> None:
     assert len(re.findall(r"\w[\w'-]*", prose)) <= 900
 
 
-def test_linked_files_exist() -> None:
-    links = [link for link in re.findall(r"\]\(([^)#]+)", TEXT) if not link.startswith("https://")]
-    assert links
-    for link in links:
-        assert (ROOT / link).exists(), link
+BUILT = ("explorer.html",)  # pages that only the site has
+
+
+@pytest.mark.parametrize(
+    "page", [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))], ids=lambda page: page.stem
+)
+def test_linked_files_exist(page: Path) -> None:
+    """Links lead to files of the repository, so that they also work on its web page."""
+    text = re.sub(r"```.*?```|`[^`\n]*`", "", page.read_text(), flags=re.DOTALL)
+    for link in re.findall(r"\]\(([^)#\s]+)", text):
+        if not link.startswith("https://") and Path(link).name.partition("#")[0] not in BUILT:
+            assert (page.parent / link).exists(), link
 
 
 PAGES = TEXT + "".join(path.read_text() for path in sorted((ROOT / "docs").rglob("*.md")))
