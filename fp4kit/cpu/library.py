@@ -116,6 +116,12 @@ class DecodeCall(ctypes.Structure):
     )
 
 
+class GroupedMatrix(ctypes.Structure):
+    """One matrix of a call to the C function fp4kit_group. source/c_api.cpp describes the fields."""
+
+    _fields_ = _fields("pointer prototype values x given out scales decode amax; int32 tensor_rule")
+
+
 class SearchScalesCall(ctypes.Structure):
     """The arguments of the C function fp4kit_search_scales, which finds the best E4M3 scale of each block.
 
@@ -230,7 +236,8 @@ def _load(level: str) -> Any:
         ("amax", c_uint32, [POINTER(AmaxCall)]),
         ("decoder", c_int, [c_char_p]),
         ("quantize", c_int32, [POINTER(EncodeCall), *[c_void_p] * 6, c_int32, c_int32]),
-        ("fake_quantize", c_int32, [POINTER(EncodeCall), POINTER(DecodeCall), *[c_void_p] * 3, c_int32, c_int32]),
+        ("fake_quantize", c_int32, [POINTER(EncodeCall), POINTER(DecodeCall), *[c_void_p] * 4, c_int32, c_int32]),
+        ("group", None, [c_void_p, c_int64, c_void_p, c_int32]),
         ("decode", None, [POINTER(DecodeCall)]),
         ("encode_own", None, [POINTER(EncodeCall), POINTER(OwnFormat)]),
         ("decode_own", None, [POINTER(DecodeCall), POINTER(OwnFormat)]),

@@ -258,7 +258,9 @@ def run_group(op: str, operation: str, calls: list[tuple[bool, tuple[Any, ...]]]
 
 def new_group(op: str, calls: list[Call], r: Recipe, stack: Any) -> Any:
     """Return the object that runs N parsed calls: a CudaGroup on a GPU, or a HostGroup in host memory."""
-    return _cuda().CudaGroup(calls, stack) if calls and calls[0].on_device else reference.HostGroup(op, calls, r, run)
+    if calls and calls[0].on_device:
+        return _cuda().CudaGroup(calls, stack)
+    return reference.HostGroup(op, calls, r, run, cpu_cached.together)
 
 
 def new_clip_group(calls: list[Call], amaxes: list[Any]) -> Any:
