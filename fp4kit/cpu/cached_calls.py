@@ -24,7 +24,6 @@ from fp4kit.cpu.library import (
     ELEMENTS_PER_THREAD,
     DecodeCall,
     EncodeCall,
-    GroupedMatrix,
     address,
     functions,
     specification_only,
@@ -314,7 +313,7 @@ def together(
         amaxes are wanted.
     """
     prototypes: dict[Any, tuple[EncodeCall, DecodeCall | None, int] | None] = {}
-    matrices, indices, runs, size_before = [], [], list[list[int]](), 0
+    matrices, indices, runs, size_before = list[list[int]](), list[int](), list[list[int]](), 0
     for i, (call, amax, out) in enumerate(zip(calls, amaxes, outs, strict=True)):
         x, size = call.x, call.x.size
         key = x.shape, x.strides, x.dtype, x.flags.num, amax is None or amax.shape
@@ -323,12 +322,11 @@ def together(
         if (found := prototypes[key]) is None:
             continue
         encode, values, tensor_rule = found
-        pointers = ctypes.addressof(encode), values and ctypes.addressof(values), address(x)
-        parts = (out, None, None, amax)
+        arrays = [x, amax if are_given else None, out, None, None, amax]
         if isinstance(out, Quantized):
-            parts = out.packed, out.block_scale, out.tensor_scale, out.tensor_amax
-        given = address(amax) if are_given else None
-        matrices.append(GroupedMatrix(*pointers, given, *map(address, parts), tensor_rule))
+            arrays[2:] = out.packed, out.block_scale, out.tensor_scale, out.tensor_amax
+        pointers = [ctypes.addressof(encode), 0 if values is None else ctypes.addressof(values)]
+        matrices.append([*pointers, *(address(a) or 0 for a in arrays), tensor_rule])
         indices.append(i)
         # Small matrices share the threads; a larger one has all threads for itself.
         if runs and max(size, size_before) < 2 * ELEMENTS_PER_THREAD and runs[-1][2] + size <= ELEMENTS_PER_CALL:
@@ -336,16 +334,15 @@ def together(
         else:
             runs.append([len(matrices) - 1, 1, size])
         size_before = size
-    array, marks = (GroupedMatrix * len(matrices))(*matrices), np.zeros(len(matrices), np.uint8)
-    others = sorted({*range(len(calls))} - {*indices})
-    memory = calls, amaxes, outs, prototypes  # to which `array` refers
+    table = np.array(matrices, np.intp).reshape(len(matrices), 9)  # GroupedMatrix of source/c_api.cpp
+    others, marks = sorted({*range(len(calls))} - {*indices}), np.zeros(len(matrices), np.uint8)
+    memory = calls, amaxes, outs, prototypes  # to which the addresses in `table` refer
 
     def run() -> list[int]:
         if not is_ieee() or specification_only.get():
             return list(range(len(memory[0])))
         for first, count, size in runs:
-            at = ctypes.addressof(array) + first * ctypes.sizeof(GroupedMatrix)
-            functions().fp4kit_group(at, count, address(marks[first:]), threads_for(size))
+            functions().fp4kit_group(address(table[first:]), count, address(marks[first:]), threads_for(size))
         return others + [indices[i] for i in np.flatnonzero(marks)]
 
     return run

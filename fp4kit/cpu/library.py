@@ -116,12 +116,6 @@ class DecodeCall(ctypes.Structure):
     )
 
 
-class GroupedMatrix(ctypes.Structure):
-    """One matrix of a call to the C function fp4kit_group. source/c_api.cpp describes the fields."""
-
-    _fields_ = _fields("pointer prototype values x given out scales decode amax; int32 tensor_rule")
-
-
 class SearchScalesCall(ctypes.Structure):
     """The arguments of the C function fp4kit_search_scales, which finds the best E4M3 scale of each block.
 

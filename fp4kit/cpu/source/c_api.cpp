@@ -175,7 +175,8 @@ FP4KIT_EXPORT i32 fp4kit_fake_quantize(const EncodeCall* prototype, const Decode
 }
 
 // One matrix of a group: the arguments of fp4kit_quantize or, if `values` is not nullptr, of fp4kit_fake_quantize. If
-// `out` is nullptr, only the tensor amaxes are computed. cpu/library.py mirrors this struct.
+// `out` is nullptr, only the tensor amaxes are computed. All fields have the size of a pointer, because Python passes
+// an array of such integers (cpu/cached_calls.py).
 //   out  output: the packed codes, or the values
 struct GroupedMatrix {
   const EncodeCall* prototype;
@@ -185,7 +186,7 @@ struct GroupedMatrix {
   void* out;
   u8* scales;
   float *decode, *amax;
-  i32 tensor_rule;
+  std::intptr_t tensor_rule;
 };
 
 // Compute `count` matrices. Store for each of them in needs_fallback what the function for one matrix returns. The
@@ -194,16 +195,16 @@ FP4KIT_EXPORT void fp4kit_group(const GroupedMatrix* matrices, i64 count, u8* ne
   const i32 inner = count > 1 ? 1 : threads;
   auto work = [&](i64 index) {
     const GroupedMatrix& m = matrices[index];
+    const i32 rule = static_cast<i32>(m.tensor_rule);
     const auto compute = [&] {
-      if (m.values)
-        return fp4kit_fake_quantize(m.prototype, m.values, m.x, m.given, m.out, m.amax, m.tensor_rule, inner);
+      if (m.values) return fp4kit_fake_quantize(m.prototype, m.values, m.x, m.given, m.out, m.amax, rule, inner);
       if (m.out)
-        return fp4kit_quantize(m.prototype, m.x, m.given, static_cast<u8*>(m.out), m.scales, m.decode, m.amax,
-                               m.tensor_rule, inner);
+        return fp4kit_quantize(m.prototype, m.x, m.given, static_cast<u8*>(m.out), m.scales, m.decode, m.amax, rule,
+                               inner);
       EncodeCall call = call_at(*m.prototype, m.x, inner);
       call.block_rule = -1;  // so that no block amaxes are kept
       FoundScales found(call);
-      if (!find_tensor_scales(call, m.tensor_rule, m.given, found)) return 1;
+      if (!find_tensor_scales(call, rule, m.given, found)) return 1;
       store(found.amax, m.amax);
       return 0;
     };
