@@ -518,17 +518,20 @@ def _one_by_one(op: str, single: Any, xs: Any, recipe: Any, axis: int, amaxes: A
 
 
 def _host_arrays(op: str, xs: Any) -> Any:
-    """Return the arrays of a group if all are NumPy arrays, or PyTorch tensors on the CPU; otherwise None."""
+    """Return the arrays of a group if all are in host memory and of one library; otherwise None."""
     if type(xs) is np.ndarray:
         return list(xs) if xs.ndim > 1 else None
     tensor = tensor_type()
     if isinstance(xs, tensor) and xs.is_cpu and xs.ndim > 1:
         import_arrays(op, xs=xs)
         return list(xs.detach())
-    is_one_library = isinstance(xs, (list, tuple)) and (
-        {*map(type, xs)} == {np.ndarray} or all(isinstance(x, tensor) and x.is_cpu for x in xs)
-    )
-    return xs if is_one_library else None
+    if not isinstance(xs, (list, tuple)) or not xs:
+        return None
+    kinds = {*map(type, xs)}
+    if kinds == {np.ndarray} or all(isinstance(x, tensor) and x.is_cpu for x in xs):
+        return xs
+    is_jax = [kind.__name__ for kind in kinds] == ["ArrayImpl"]
+    return xs if is_jax and all(not x.is_deleted() and getattr(x.device, "platform", "") == "cpu" for x in xs) else None
 
 
 @returns_in_library
