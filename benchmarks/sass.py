@@ -22,6 +22,7 @@ import sys
 import tempfile
 from collections.abc import Iterable
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
@@ -37,8 +38,11 @@ RARE = frozenset(
     "quantize_any quantize_pending_runs encode_any encode_any_column stage_column decode_end choose_scale store_row"
     " quantize_any_four_over_six".split()
 )
-# Lines that ordinary calls do not reach: random bytes that the caller passes, and rows of codes of odd lengths.
-RARE_LINES = re.compile(r"\(a\.random\)|a\.random [+]|a\.random\[|row \+ w \* P::kPerWord <")
+# Lines that ordinary calls do not reach: random bytes that the caller passes, and columns of incomplete words.
+RARE_LINES = re.compile(
+    r"\(a\.random\)|a\.random \+|a\.random\[|row \+ w \* P::kPerWord <"
+    r"|block \+ i < blocks|a\.column_scales\[|staging\.scales\[tile_block \+ i\]"
+)
 REREADS = frozenset({"quantize_rows"})  # functions that load elements which the loop has loaded before
 ONE_WARP = frozenset({"write_scales", "fetch_ahead"})  # functions that one warp of a thread block executes
 _DEFINITION = re.compile(r"\b(?!FP4KIT|__launch_bounds__|explicit|constexpr)(\w+)\(")
@@ -136,7 +140,7 @@ class _Code:
         starts = {0, self.size, *labels.values()} | {i + 1 for i, n in enumerate(self.next) if n != [i + 1]}
         bounds = sorted(start for start in starts if start <= self.size)
         shares, self.shares = [_share(calls, unreached) for calls in callers], list[float]()
-        for first, end in zip(bounds, bounds[1:], strict=False):
+        for first, end in pairwise(bounds):
             self.shares += [median(shares[first:end])] * (end - first)
 
     def distance(self, end: int) -> int:
