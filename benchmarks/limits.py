@@ -206,17 +206,19 @@ class Watch:
         """Make a call, and return (source, kernel) of every kernel that it launches."""
         functions: list[Any] = []
 
-        def noting(kind: type, name: str) -> Any:
+        def noting(kind: type) -> Any:
             real = kind.__call__
 
-            def launch(self: Any, *arguments: Any, **options: Any) -> None:
-                functions.append(getattr(self, name))
+            def launch_it(self: Any, *arguments: Any, **options: Any) -> None:
+                functions.append(self.function)
                 real(self, *arguments, **options)
 
-            return patch.object(kind, "__call__", launch)
+            return patch.object(kind, "__call__", launch_it)
 
-        with noting(launch.Launch, "_function"), noting(launch.GroupedLaunch, "function"):
+        with noting(launch.Launch), noting(launch.GroupedLaunch):
             call()
+        if unknown := [function for function in functions if id(function) not in self._known]:
+            raise ValueError(f"{len(unknown)} kernels were loaded before they were watched")
         return [self._known[id(function)][1:] for function in functions]
 
     def issued_per_element(self, call: Callable[[], object], operation: str, recipe: str, cupy: Any) -> float:

@@ -1,7 +1,7 @@
 """Count the instructions of a kernel's main loop in its machine code (SASS).
 
 Every jump back to an earlier instruction closes a loop. The main loop is the one that loads or stores the most bytes of
-global memory per iteration, by words of at least 4 bytes; of equal ones, the shortest. Its instructions are added up,
+global memory per iteration, by words of at least 8 bytes; of equal ones, the shortest. Its instructions are added up,
 block by block: a warp issues all sides of a branch that its threads take. The following code does not count:
 
 - loops inside it, unless all its accesses are in them: in fp4kit's kernels, these handle rare blocks
@@ -31,17 +31,18 @@ from fp4kit.cuda import compiler
 from fp4kit.cuda.launch import THREADS
 
 INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(@!?U?P\w+ +)?([A-Z][\w.]*)(.*);")
-WIDTH = re.compile(r"^(LDG|STG)\.(?:.*\.)?(U?8|U?16|64|128|256|S8|S16)?(?:\.|$)")
+WIDTHS = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16, "256": 32}  # bytes, by a part of the name; else 4
 FRAME = re.compile(r'^\s+//## File "(?:[^"]*/)?([^"/]+)", line (\d+)')
 # Functions that ordinary elements do not reach: the exact path, and what follows from unaligned or incomplete rows.
 RARE = frozenset(
     "quantize_any quantize_pending_runs encode_any encode_any_column stage_column decode_end choose_scale store_row"
     " quantize_any_four_over_six".split()
 )
-# Lines that ordinary calls do not reach: random bytes that the caller passes, and columns of incomplete words.
+# Lines that ordinary calls do not reach: what follows for such blocks, incomplete words of codes and scales, and random
+# bytes that the caller passes.
 RARE_LINES = re.compile(
-    r"\(a\.random\)|a\.random \+|a\.random\[|row \+ w \* P::kPerWord <"
-    r"|block \+ i < blocks|a\.column_scales\[|staging\.scales\[tile_block \+ i\]"
+    r"pending >> [jk]|encode_any_column<|scales\[j\] = static_cast|row \+ w \* P::kPerWord <|block \+ i < blocks"
+    r"|a\.column_scales\[|staging\.scales\[tile_block \+ i\]|\(a\.random\)|a\.random \+|a\.random\["
 )
 REREADS = frozenset({"quantize_rows"})  # functions that load elements which the loop has loaded before
 ONE_WARP = frozenset({"write_scales", "fetch_ahead"})  # functions that one warp of a thread block executes
@@ -54,7 +55,7 @@ class Loop(NamedTuple):
 
     Attributes:
         instructions: instructions per iteration and thread
-        loaded, stored: bytes of global memory per iteration and thread, in words of at least 4 bytes
+        loaded, stored: bytes of global memory per iteration and thread, in words of at least 8 bytes
         setup: instructions before the loop; those after it are not counted
     """
 
@@ -126,10 +127,9 @@ class _Code:
         self.exits = [i for i, (_, name, _) in enumerate(names) if name == "EXIT"]
         self.next: list[list[int]] = []
         for i, (predicate, name, rest) in enumerate(names):
-            access = WIDTH.match(name)
-            size = int((access[2] or "32").lstrip("US")) // 8 if access else 0
-            if access and size >= 4 and not any(function in REREADS for function, _ in callers[i]):
-                (self.loaded if access[1] == "LDG" else self.stored)[i] = size
+            size = next((WIDTHS[part] for part in name.split(".") if part in WIDTHS), 4)
+            if name.startswith(("LDG.", "STG.")) and size >= 8 and not any(f in REREADS for f, _ in callers[i]):
+                (self.loaded if name[0] == "L" else self.stored)[i] = size
             target = re.search(r"`\((\.L\w+)\)", rest)
             always = not predicate and not re.search(r"\bU?P\d", rest)
             following = [] if name.startswith(_ENDS) and always else [i + 1]
@@ -162,23 +162,26 @@ class _Code:
 def main_loop(sass: str, kernel: str, without: Iterable[str] = ()) -> Loop | None:
     """Return the counts of a kernel's main loop, or None if none is found that accesses global memory.
 
-    If only rare code accesses it, as in kernels without a fast path, that code counts.
+    If rare code makes most accesses, as in kernels without a fast path, it counts.
 
     without: the functions that the call does not reach, although other calls of this kernel do.
     """
-    for unreached in (RARE.union(without), frozenset(without)):
-        code = _Code(sass, kernel, unreached)
-        back = [(j, i) for i in range(code.size) for j in code.next[i] if j <= i]
-        found = []
-        for first in sorted({j for j, _ in back}):
-            last = max(i for j, i in back if j == first)
-            inner = {k for j, i in back if first < j and i <= last for k in range(j, i + 1)}
-            loops = (code.loop(first, last, inner), code.loop(first, last, set()))
-            found.append(next((loop for loop in loops if max(loop[1:3])), loops[1]))
-        if not any(max(loop[1:3]) for loop in found):
-            inner = {k for j, i in back for k in range(j, i + 1)}
-            found = [code.loop(0, max(code.exits, default=code.size - 1), inner)]
-        best = max(found, key=lambda loop: (max(loop[1:3]), -loop.instructions))
-        if max(best[1:3]):
-            return best._replace(setup=code.distance(best.setup))
-    return None
+    usual, whole = (_main_loop(_Code(sass, kernel, found)) for found in (RARE.union(without), frozenset(without)))
+    if usual is None or whole is None or 4 * max(usual[1:3]) < max(whole[1:3]):
+        return whole
+    return usual
+
+
+def _main_loop(code: _Code) -> Loop | None:
+    back = [(j, i) for i in range(code.size) for j in code.next[i] if j <= i]
+    found = []
+    for first in sorted({j for j, _ in back}):
+        last = max(i for j, i in back if j == first)
+        inner = {k for j, i in back if first < j and i <= last for k in range(j, i + 1)}
+        loops = (code.loop(first, last, inner), code.loop(first, last, set()))
+        found.append(next((loop for loop in loops if max(loop[1:3])), loops[1]))
+    if not any(max(loop[1:3]) for loop in found):
+        inner = {k for j, i in back for k in range(j, i + 1)}
+        found = [code.loop(0, max(code.exits, default=code.size - 1), inner)]
+    best = max(found, key=lambda loop: (max(loop[1:3]), -loop.instructions))
+    return best._replace(setup=code.distance(best.setup)) if max(best[1:3]) else None
