@@ -513,16 +513,23 @@ class HostGroup:
         self._moved: list[np.ndarray] = []  # the values with the quantized axis last
         self._values: list[np.ndarray] = []  # views of them, as the caller gets them
         self._repeated: dict[tuple[str, bool], Callable[[], list[int]]] = {}
+        self._reading: list[Call] = []  # the calls with the amaxes in _memory, once they are checked
+        self._given: list[tuple[Any, Any]] | None = (
+            None  # (amax in _memory, the caller's); None if each run parses them
+        )
+        self._memory: Any = None
         self._amaxes: list[Any] = [None] * len(calls)
-        self._is_checked = False
-        self._reads = any(a is not None for call in calls for a in (call.tensor_amax, call.block_amax))
-        self.vector: np.ndarray | None = None
-        if r.tensor_scaling != "none" and all(call.tensor_amax is None for call in calls):
-            shapes = [tensor_amax_shape(call.moved.shape, r) for call in calls]
-            ends = np.cumsum([0, *map(prod, shapes)])
-            self.vector = np.zeros(int(ends[-1]), np.float32)
-            parts = np.split(self.vector, ends)[1:-1]
-            self._amaxes = [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
+        is_computed = r.tensor_scaling != "none" and all(call.tensor_amax is None for call in calls)
+        if is_computed:
+            self._hold([tensor_amax_shape(call.moved.shape, r) for call in calls])
+        self.vector: np.ndarray | None = self._memory if is_computed else None
+
+    def _hold(self, shapes: list[tuple[int, ...]]) -> None:
+        """Make the memory of the amaxes, and views of it in canonical shapes."""
+        ends = np.cumsum([0, *map(prod, shapes)])
+        self._memory = np.zeros(int(ends[-1]), np.float32)
+        parts = np.split(self._memory, ends)[1:-1]
+        self._amaxes = [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
 
     @property
     def computes_amaxes(self) -> bool:
@@ -566,29 +573,41 @@ class HostGroup:
 
     def _checked(self, compute: bool) -> list[Call]:
         """Return the calls with the amaxes that they read: the caller's, or those in `vector` unless `compute`."""
-        kept = None if compute or self.vector is None else self.vector
-        is_valid = kept is None or not (np.isnan(kept) | np.signbit(kept)).any()
-        if self._is_checked and is_valid and not self._reads:
-            if kept is None:
+        computes = compute and self.vector is not None
+        for amax, given in self._given or ():
+            amax[...] = given
+        if self._reading and self._given is not None:
+            if computes:
                 return self._calls
-            return [call._replace(tensor_amax=amax) for call, amax in zip(self._calls, self._amaxes, strict=True)]
-        amaxes = self._amaxes if kept is not None else [call.tensor_amax for call in self._calls]
-        calls = each(self._op, lambda call, a: with_amaxes(call, a, call.block_amax), self._calls, amaxes)
-        if self.vector is None:  # in the same memory in every run, so that it can be read again
-            found = [call.tensor_amax for call in calls]
-            if not self._is_checked:
-                self._amaxes = [a if a is None else np.array(a, order="C") for a in found]
-            for amax, now in zip(self._amaxes, found, strict=True):
-                if now is not None:
-                    amax[...] = now
-        self._is_checked = True
+            if self._memory is None or not (np.isnan(self._memory) | np.signbit(self._memory)).any():
+                return self._reading
+        read = [call.tensor_amax for call in self._calls] if computes or self.vector is None else self._amaxes
+        calls = each(self._op, lambda call, amax: with_amaxes(call, amax, call.block_amax), self._calls, read)
+        if self.vector is None and calls and calls[0].tensor_amax is not None:
+            if self._memory is None:
+                self._hold([call.tensor_amax.shape for call in calls])
+            for amax, call in zip(self._amaxes, calls, strict=True):
+                amax[...] = call.tensor_amax
+        self._reading = [call._replace(tensor_amax=a) for call, a in zip(calls, self._amaxes, strict=True)]
+        self._given = self._read_in_place() if all(call.block_amax is None for call in calls) else None
         return calls
+
+    def _read_in_place(self) -> list[tuple[Any, Any]] | None:
+        """Return (amax in _memory, the caller's array) for amaxes that need no parsing; None if some need it."""
+        found = []
+        for call, amax in zip(self._calls, self._amaxes, strict=True):
+            given = call.tensor_amax
+            if type(given) is np.ndarray and given.dtype == np.float32 and given.flags.c_contiguous:
+                found.append((amax, given.reshape(amax.shape)))
+            elif given is not None and type(given) not in (float, np.float32):
+                return None
+        return found
 
     def _left_over(self, kind: str, calls: list[Call], outs: Sequence[Any], compute: bool) -> list[int]:
         """Run the calls that the compiled engine can run together, and return the indices of the others."""
         key = kind, compute and self.vector is not None
         if key not in self._repeated:
-            reads = not key[1] and any(amax is not None for amax in self._amaxes)
+            reads = not key[1] and self._memory is not None
             self._repeated[key] = self._together(calls, self._amaxes, outs, reads)
         return self._repeated[key]()
 

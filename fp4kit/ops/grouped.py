@@ -35,6 +35,7 @@ from fp4kit.call.parse import (
 from fp4kit.ops.amax import amax_call
 from fp4kit.ops.engines import (
     convert_and_call,
+    facts_of,
     find,
     new_clip_group,
     new_group,
@@ -492,22 +493,28 @@ def _one_by_one(op: str, single: Any, xs: Any, recipe: Any, axis: int, amaxes: A
     if (arrays := _host_arrays(op, xs)) is None:
         return None
     amaxes = per_tensor(op, "tensor_amax", amaxes, len(arrays))
-    parse, rest, layout, named = quantize_call, (None,), options[:1], options._asdict()
+    others: tuple[Any, ...] = (recipe, axis, *options[:2])
+    parse, named, rest = quantize_call, options._asdict(), [None]
     if single is fake_quantize:
         check_rounding(op, recipe_of(op, recipe), options.rounding, options.seed)
-        parse, rest, layout, named = fake_call, (), (), {"rounding": options.rounding, "seed": options.seed}
-    operation, parsed, others = single.__name__, set[Any](), (recipe, axis, *layout, options.rounding)
+        parse, named, rest = fake_call, {"rounding": options.rounding, "seed": options.seed}, []
+        others = (recipe, axis, options.rounding)
+    operation = single.__name__
+    kinds: dict[Any, Any] = {}  # facts of arrays whose call is checked -> the cached call; None if `single` finds it
     is_cached = options.seed is None and options.hadamard is False
 
     def check(x: Any, amax: Any) -> Any:
         """Raise the errors of a call. Return the function that computes it; None for `single`."""
-        key, cached = find(operation, (x, amax, *rest), *others) if is_cached else (None, None)
-        if cached or (key and key in parsed):  # for all arrays like x, so only the value of amax is to be checked
-            is_amax = amax is None or amax >= 0
-            if is_amax is True or (is_amax is not False and is_amax.all()):
-                return cached
+        kind = facts_of((x, amax)) if is_cached else None
+        is_known, key, cached = kind in kinds, None, kinds.get(kind)
+        if is_cached and not is_known:
+            key, cached = find(operation, (x, amax, *rest), *others)
+        if (cached or is_known) and _is_valid(amax):
+            kinds[kind] = cached
+            return cached
         call = parse(op, x, recipe, axis, options, tensor_amax=amax)._replace(op=operation)
-        parsed.add(key)
+        if key is not None:
+            kinds[kind] = None
         return lambda *arguments: convert_and_call(_run_parsed, x, call, operation, key, arguments)
 
     def compute(x: Any, amax: Any, found: Any) -> Any:
@@ -515,6 +522,12 @@ def _one_by_one(op: str, single: Any, xs: Any, recipe: Any, axis: int, amaxes: A
         return single(x, recipe, axis=axis, tensor_amax=amax, **named) if result is None else result
 
     return each(op, compute, arrays, amaxes, each(op, check, arrays, amaxes))
+
+
+def _is_valid(amax: Any) -> bool:
+    """Return whether no element of a caller's amax is NaN or negative."""
+    is_valid: Any = amax is None or amax >= 0
+    return bool(is_valid.all() if getattr(is_valid, "ndim", 0) else is_valid)
 
 
 def _host_arrays(op: str, xs: Any) -> Any:
