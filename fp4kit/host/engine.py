@@ -514,9 +514,8 @@ class HostGroup:
         self._values: list[np.ndarray] = []  # views of them, as the caller gets them
         self._repeated: dict[tuple[str, bool], Callable[[], list[int]]] = {}
         self._reading: list[Call] = []  # the calls with the amaxes in _memory, once they are checked
-        self._given: list[tuple[Any, Any]] | None = (
-            None  # (amax in _memory, the caller's); None if each run parses them
-        )
+        # (amax in _memory, the caller's amax); None if each run parses the caller's amaxes
+        self._given: list[tuple[Any, Any]] | None = None
         self._memory: Any = None
         self._amaxes: list[Any] = [None] * len(calls)
         is_computed = r.tensor_scaling != "none" and all(call.tensor_amax is None for call in calls)
