@@ -5,29 +5,17 @@ There are rows for 4-bit and 8-bit codes, for scales in every layout, and for a 
 
 from __future__ import annotations
 
-from fractions import Fraction
 from typing import Any
 
 import peers
 from measure import BF16, Bench, Call, check_rows, main, poison
+from rows import transposed_bytes
 
 import fp4kit
 from fp4kit.layouts import SCALE_LAYOUTS, pack, unpack, unswizzle_scales
 from fp4kit.reference.codec import transpose_scales
 
 TARGET = 0.90
-
-
-def traffic(recipe: str) -> dict[str, Fraction]:
-    """Return {array: bytes moved per code}.
-
-    Codes are read and written once. Scales are written once. Only one row of scales per block of rows is read, because
-    all rows of a square block share their scale.
-    """
-    r = fp4kit.recipe(recipe)
-    codes = Fraction(1, 2) if r.is_packed else Fraction(1)
-    scales = Fraction(1, r.block_size)
-    return {"codes": codes, "codes out": codes, "scales": scales / r.block_size, "scales out": scales}
 
 
 def check(q: fp4kit.Quantized, t: fp4kit.Quantized) -> None:
@@ -84,14 +72,16 @@ def run(bench: Bench) -> None:
             first = recipe == "nvfp4-te-2d" and layout == "linear"
             others = torch_nibbles(bench, q.packed) if first else {}
             name = "transpose" if layout == "linear" else f"transpose, {layout}"
-            bench.row(name, recipe, x, traffic(recipe), lambda q=q: fp4kit.transpose(q), target=TARGET, peers=others)
+            bench.row(
+                name, recipe, x, transposed_bytes(recipe), lambda q=q: fp4kit.transpose(q), target=TARGET, peers=others
+            )
     stack = bench.normal(BF16, (64, bench.size // 8, bench.size // 8))
     q = fp4kit.quantize(stack, "nvfp4-te-2d")
     bench.row(
         "transpose, 64 matrices",
         "nvfp4-te-2d",
         stack,
-        traffic("nvfp4-te-2d"),
+        transposed_bytes("nvfp4-te-2d"),
         lambda: fp4kit.transpose(q),
         target=TARGET,
     )

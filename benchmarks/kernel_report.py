@@ -4,8 +4,8 @@
 
 Prints a table. Resident threads is the number of threads that fit on a multiprocessor with 65,536 registers and 2,048
 threads. The last two columns count thread instructions: per element in the main loop, and before it (see sass.py). They
-need nvdisasm on the PATH, which is part of CUDA. The wheel nvidia-cuda-nvdisasm has it too, in nvidia/cu13/bin of the
-folder in `pip install --target`. The exit status is 1 if a kernel spills registers.
+need nvdisasm, which is part of CUDA (on the PATH), or the wheel nvidia-cuda-nvdisasm. The exit status is 1 if a kernel
+spills registers.
 """
 
 from __future__ import annotations
@@ -52,11 +52,13 @@ class ReportedKernel(NamedTuple):
     options: str
     source: str
 
-    @property
-    def element_bytes(self) -> float:
-        """Return the bytes of an element: of the table's element type, or of a code or a scale."""
+    def instructions(self, loop: sass.Loop) -> float | None:
+        """Return the instructions per element in the kernel's main loop, or None if it loads or stores no elements."""
         sizes = {"4 bits": 0.5, "8 bits": 1.0, "scales": 1.0}
-        return sizes[self.types] if self.types in sizes else np.dtype(self.types).itemsize
+        size = sizes[self.types] if self.types in sizes else np.dtype(self.types).itemsize
+        size = 1.0 if self.kernel == "pack_codes_kernel" else size  # it loads one code per byte
+        elements = (loop.stored if self.kernel == "dequantize_kernel" else loop.loaded) / size
+        return loop.instructions / elements if elements else None
 
 
 def request_of(r: Recipe, dtype: np.dtype, layout: str = "linear") -> LaunchRequest:
@@ -218,7 +220,7 @@ def usage(kernel: ReportedKernel, arch: str) -> Usage:
     loop = sass.main_loop(sass.disassembled(cubin), kernel.kernel) if sass.disassembler() else None
     if loop is None:
         return Usage(memory)
-    return Usage(memory, loop.instructions * kernel.element_bytes / loop.bytes, loop.setup)
+    return Usage(memory, kernel.instructions(loop), loop.setup)
 
 
 def table(rows: list[tuple[ReportedKernel, Usage]], arch: str) -> str:

@@ -34,6 +34,7 @@ from importlib import metadata
 from math import prod
 from typing import Any
 
+import limits
 import numpy as np
 from records import head, output_of
 from rows import BenchmarkRow, Traffic, formula, traffic_bytes
@@ -114,6 +115,7 @@ class Bench:
     def __init__(self, size: int = SIZE, repeat: int = REPEAT, quick: bool = False, peers: bool = True) -> None:
         self.size, self.repeat, self.quick, self.peers = size, 5 if quick else repeat, quick, peers
         self.rows: list[BenchmarkRow] = []
+        self.watch: limits.Watch | None = None  # finds the limit by issue of each row
         self._copies: dict[int, float] = {}
         self._inputs: dict[Any, Any] = {}
 
@@ -261,6 +263,7 @@ class Bench:
         )
         if kind == "kernel":
             row.copy_us = self.copy_us(nbytes)
+            row.issue_us, row.no_issue = self._issue_us(calls[0], operation, recipe, n)
         for name, call in (peers or {}).items() if self.peers else ():
             try:
                 row.peers[name] = _reported(measure(call), kind)
@@ -271,6 +274,16 @@ class Bench:
         self.rows.append(row)
         print(row, flush=True)
         return row
+
+    def _issue_us(self, call: Call, operation: str, recipe: str, n: int) -> tuple[float | None, str]:
+        """Return (the limit by issue of a call on n elements, ""), or (None, why it is not known)."""
+        if self.watch is None:
+            return None, "no kernel was watched"
+        try:
+            count = self.watch.issued_per_element(call, operation, recipe, self.cupy)
+        except ValueError as error:
+            return None, str(error)
+        return limits.card_of(self.cupy).by_issue(count * n), ""
 
     def record(self) -> dict[str, Any]:
         """Return the record of the run, as written to the JSON file."""
@@ -304,6 +317,8 @@ def describe() -> dict[str, Any]:
     return {
         "device": properties["name"].decode(),
         "multiprocessors": properties["multiProcessorCount"],
+        "clock_GHz": limits.card_of(cupy).clock / 1e9,
+        "peak_TB/s": limits.card_of(cupy).bandwidth / 1e12,
         "L2": properties["l2CacheSize"],
         "driver": output_of("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader", "--id=0"),
         "cuda": cupy.cuda.runtime.runtimeGetVersion(),
@@ -322,7 +337,8 @@ def main(run: Callable[[Bench], None]) -> None:
     parser.add_argument("--no-peers", action="store_true")
     args = parser.parse_args()
     bench = Bench(args.size, args.repeat, args.quick, not args.no_peers)
-    with fp4kit.specification():  # so that checks compare with the specification, not with the CPU engine
+    # Checks compare with the specification, not with the CPU engine.
+    with fp4kit.specification(), limits.watching() as bench.watch:
         run(bench)
     record = bench.record()
     print(f"{record['device']}, driver {record['driver']}, copy {record['copy_TB/s']} TB/s, {record['date']}")

@@ -7,6 +7,7 @@ A *peer* is another library's call that was timed beside a row.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ COLUMNS = (
     "target",
     "peers: their time / this one",
 )
+LIMITS = ("by bytes, us", "by issue, us")  # columns of records that have limits by issue
 
 
 def rows_of(record: Record) -> list[BenchmarkRow]:
@@ -76,9 +78,21 @@ def cells(row: BenchmarkRow) -> tuple[str, ...]:
     )
 
 
+def limit_cells(row: BenchmarkRow) -> tuple[str, str]:
+    """Return the cells of a row in the columns LIMITS."""
+    return tuple("" if us is None else f"{us:.1f}" for us in (row.copy_us, row.issue_us))
+
+
+def missing_limits(rows: Iterable[BenchmarkRow]) -> str:
+    """Return a sentence per reason why rows have no limit by issue."""
+    counts = Counter(row.no_issue for row in rows if row.no_issue)
+    return " ".join(f"{count} rows have no limit by issue: {why}." for why, count in counts.items())
+
+
 def markdown(record: Record) -> str:
     """Return the Markdown page of a record: its head, the table of rows, and the reasons for missed targets."""
     rows = rows_of(record)
+    has_limits = any(row.issue_us is not None or row.no_issue for row in rows)
     missed = sum(row.met is False for row in rows)
     # Rows of "copy" are left out: they time CuPy's copy itself, not an operation of fp4kit.
     ours = (row for row in rows if not row.operation.startswith("copy,"))
@@ -94,6 +108,7 @@ def markdown(record: Record) -> str:
         "- bytes: the bytes that the operation must move; n is the number of elements.",
         "- efficiency: the time of a copy that moves as many bytes in the same run, divided by the operation's time.",
         "- peers: the times of other libraries, divided by the time of fp4kit.",
+        *([f"- by bytes, by issue: two lower limits of the time (limits.py). {missing_limits(rows)}"] * has_limits),
         "",
         (
             f"{sum(row.met is True for row in rows)} of {sum(row.met is not None for row in rows)} targets are met,"
@@ -104,7 +119,7 @@ def markdown(record: Record) -> str:
         "",
         f"![efficiency and speed-up]({slug(record)}.svg)",
         "",
-        table(COLUMNS, [cells(row) for row in rows]),
+        table(COLUMNS + LIMITS * has_limits, [cells(row) + limit_cells(row) * has_limits for row in rows]),
         *below_target(rows),
     ]
     return "\n".join(lines) + "\n"

@@ -66,7 +66,10 @@ class BenchmarkRow(Row):
         spread: the largest timing minus the smallest
         kind: "kernel" (events around consecutive calls), "graph" (events around replays of a CUDA graph) or "host"
             (time until the call returns)
-        copy_us: time of a device-to-device copy that moves the same number of bytes, or None if it was not measured
+        copy_us: the limit by bytes: time of a device-to-device copy that moves the same number of bytes, or None if it
+            was not measured
+        issue_us: the limit by issue: time in which the GPU issues the instructions of the main loops, or None
+        no_issue: why issue_us is None; "" for rows that are not of the kind "kernel"
         target: smallest efficiency wanted, or None
         target_us: largest time wanted, or None
         beside: another time of the same run, which limits the time of this row, or None
@@ -78,6 +81,8 @@ class BenchmarkRow(Row):
     spread: float
     kind: str = "kernel"
     copy_us: float | None = None
+    issue_us: float | None = None
+    no_issue: str = ""
     target: float | None = None
     target_us: float | None = None
     beside: Beside | None = None
@@ -130,6 +135,8 @@ class BenchmarkRow(Row):
         name = self.operation if self.kind == "kernel" else f"{self.operation}, {self.kind}"
         text = f"{name:37}{self.recipe:33}{self.dtype:9}{self.us:10.1f} us{self.spread:8.1f}"
         text += "" if self.efficiency is None else f"{self.efficiency:8.3f}"
+        issue = "-" if self.issue_us is None else f"{self.issue_us:.1f}"
+        text += "" if self.copy_us is None else f"   limits: bytes {self.copy_us:.1f}, issue {issue} us"
         text += "" if self.target is None else f" of {self.target:.2f}"
         text += "" if self.target_us is None else f"   at most {self.target_us:g} us"
         text += "" if self.beside is None else f"   {self.us / self.beside.us:.3f} of {self.beside.name}"
@@ -223,6 +230,21 @@ def twice(traffic: Traffic, name: str = "columnwise") -> dict[str, Fraction]:
     The result has every entry of `traffic`, and every entry a second time with `name` before the array's name.
     """
     return dict(traffic) | {f"{name} {key}": value for key, value in traffic.items()}
+
+
+def transposed_bytes(recipe: str) -> dict[str, Fraction]:
+    """Return {array: bytes per code} of a transpose of codes with square blocks.
+
+    Codes are read and written once. Scales are written once. Only one row of scales per block of rows is read, because
+    all rows of a square block share their scale.
+    """
+    codes, scales = quantized_bytes(recipe).values()
+    return {
+        "codes": codes,
+        "codes out": codes,
+        "scales": scales / fp4kit.recipe(recipe).block_size,
+        "scales out": scales,
+    }
 
 
 NO_BYTES: Traffic = {"nothing": Fraction(0)}  # traffic of rows that time the host

@@ -2,6 +2,9 @@
 
     python benchmarks/run.py [--only NAME ...] [--quick] [--no-peers] [--output DIR] [--commit HASH]
 
+Prints each row with its two limits (limits.py): the time of a copy that moves as many bytes, and the time in which the
+GPU issues the instructions. The second one needs nvdisasm (kernel_report.py).
+
 Writes <device>.json, <device>.md and <device>.svg into benchmarks/results. A partial run (--only or --quick) is written
 only if --output names a folder. The exit status is 1 if a benchmark stopped, for example because a result was wrong.
 """
@@ -16,6 +19,7 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
+import limits
 import report
 from measure import REPEAT, SIZE, Bench
 
@@ -96,7 +100,8 @@ def main() -> int:
         if output is not None:
             report.write(record, output, plotted)
 
-    errors = run(bench, args.only or names(), save)
+    with limits.watching() as bench.watch:
+        errors = run(bench, args.only or names(), save)
     save(errors, plotted=True)
     print(report.heading(bench.record()))
     print(

@@ -1,16 +1,16 @@
 """Count the instructions of a kernel's main loop in its machine code (SASS).
 
-The main loop is found as follows. Every jump back to an earlier instruction closes a loop. A way through a loop leads
-from its first instruction to such a jump. It avoids loops inside it, or counts them once if it cannot. Of all ways,
-those that access the most bytes of global memory by the kernel's widest accesses are taken (16 bytes per thread in most
-kernels: the usual case, not the end of a row), then those that access the most by words of at least 4 bytes, so that
-codes are stored. Of these, the shortest one is counted. A kernel whose widest accesses are outside of every loop is
-counted from its start to its end.
+Every jump back to an earlier instruction closes a loop. The main loop is the one that loads or stores the most bytes of
+global memory per iteration, by words of at least 8 bytes; of equal ones, the shortest. Its instructions are added up,
+block by block: a warp issues all sides of a branch that its threads take. The following code does not count:
 
-Elements per iteration: the bytes that these accesses load or store, whichever are more, divided by the size of an
-element. `setup` counts the shortest way from the kernel's start to the main loop. Instructions that a predicate
-disables count, because they are issued. Called functions do not count. If a kernel goes through a tile in several loops
-(quantize_columns, quantize_tile), the counts cover only one of them.
+- loops inside it, unless all its accesses are in them: in fp4kit's kernels, these handle rare blocks
+- functions and lines that ordinary elements do not reach (RARE, RARE_LINES)
+- functions of other calls of the same kernel, which the caller names
+
+Functions of one warp (ONE_WARP) count by their share. The cubin's line table says from which function an instruction
+comes. A kernel whose accesses are outside of every loop is counted from its start to its end. Instructions that a
+predicate disables count, because they are issued. Called functions do not count.
 """
 
 from __future__ import annotations
@@ -18,13 +18,35 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
+from collections.abc import Iterable
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import NamedTuple
 
+from fp4kit.cuda import compiler
+from fp4kit.cuda.launch import THREADS
+
 INSTRUCTION = re.compile(r"^\s+/\*([0-9a-f]{4,})\*/\s+(@!?U?P\w+ +)?([A-Z][\w.]*)(.*);")
-WIDTH = re.compile(r"^(LDG|STG)\.(?:.*\.)?(U?8|U?16|64|128|256|S8|S16)?(?:\.|$)")
+WIDTHS = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16, "256": 32}  # bytes, by a part of the name; else 4
+FRAME = re.compile(r'^\s+//## File "(?:[^"]*/)?([^"/]+)", line (\d+)')
+# Functions that ordinary elements do not reach: the exact path, and what follows from unaligned or incomplete rows.
+RARE = frozenset(
+    "quantize_any quantize_pending_runs encode_any encode_any_column stage_column decode_end choose_scale store_row"
+    " quantize_any_four_over_six".split()
+)
+# Lines that ordinary calls do not reach: what follows for such blocks, incomplete words of codes and scales, and random
+# bytes that the caller passes.
+RARE_LINES = re.compile(
+    r"pending >> [jk]|encode_any_column<|scales\[j\] = static_cast|row \+ w \* P::kPerWord <|block \+ i < blocks"
+    r"|a\.column_scales\[|staging\.scales\[tile_block \+ i\]|\(a\.random\)|a\.random \+|a\.random\["
+)
+REREADS = frozenset({"quantize_rows"})  # functions that load elements which the loop has loaded before
+ONE_WARP = frozenset({"write_scales", "fetch_ahead"})  # functions that one warp of a thread block executes
+_DEFINITION = re.compile(r"\b(?!FP4KIT|__launch_bounds__|explicit|constexpr)(\w+)\(")
 _ENDS = ("EXIT", "RET", "BRA", "BRX", "JMP")
 
 
@@ -33,81 +55,93 @@ class Loop(NamedTuple):
 
     Attributes:
         instructions: instructions per iteration and thread
-        bytes: bytes per iteration and thread, loaded or stored, whichever are more
+        loaded, stored: bytes of global memory per iteration and thread, in words of at least 8 bytes
         setup: instructions before the loop; those after it are not counted
     """
 
-    instructions: int
-    bytes: int
-    setup: int
-
-
-class _Way(NamedTuple):
-    wide: int
-    words: int
-    shortness: int
+    instructions: float
     loaded: int
     stored: int
+    setup: int
 
 
 @cache
 def disassembler() -> str:
     """Return the path of nvdisasm, which CUDA and the wheel nvidia-cuda-nvdisasm contain, or "" without it."""
-    return shutil.which("nvdisasm") or ""
+    folders = (f"{folder}/nvidia/{name}/bin" for folder in sys.path for name in ("cu13", "cuda_nvdisasm"))
+    return shutil.which("nvdisasm") or next(filter(None, (shutil.which("nvdisasm", path=f) for f in folders)), "")
 
 
 def disassembled(cubin: bytes) -> str:
-    """Return the SASS of all functions of a cubin."""
+    """Return the SASS of all functions of a cubin, with the source lines of every instruction."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(cubin)
-        command = [disassembler(), "-c", str(path)]
+        command = [disassembler(), "-c", "-gi", str(path)]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-class _Code:
-    """The instructions of one function: what each accesses, and where the next one is."""
+@cache
+def _source(name: str) -> list[tuple[str, str]]:
+    """Return (function, text) for every line of a kernel's source file; [] for a file that is not fp4kit's."""
+    path = compiler.files(compiler.SOURCES).get(name)
+    found, function, starts = list[tuple[str, str]](), "", False
+    for line in [] if path is None else path.read_text().splitlines():
+        starts |= line.lstrip().startswith(("FP4KIT_DEVICE", 'extern "C" __global__'))
+        if starts and (definition := _DEFINITION.search(re.sub(r"__launch_bounds__\([^)]*\)", "", line))):
+            function, starts = definition[1], False
+        found.append((function, line))
+    return found
 
-    def __init__(self, sass: str, kernel: str) -> None:
+
+def _share(calls: Iterable[tuple[str, str]], unreached: frozenset[str]) -> float:
+    """Return the share of warps that execute an instruction of these (function, line), from the innermost call on."""
+    if any(function in unreached or (unreached and RARE_LINES.search(text)) for function, text in calls):
+        return 0.0
+    return 32 / THREADS if any(function in ONE_WARP for function, _ in calls) else 1.0
+
+
+class _Code:
+    """The instructions of one function: what each accesses, where the next one is, and its share of warps."""
+
+    def __init__(self, sass: str, kernel: str, unreached: frozenset[str] = RARE) -> None:
         body = sass[sass.index(f".text.{kernel}:") :].split("\n\t.section", 1)[0]
         labels: dict[str, int] = {}
         names: list[tuple[str, str, str]] = []
+        callers: list[list[tuple[str, str]]] = []  # of each instruction
+        calls: list[tuple[str, str]] = []
+        is_new = False  # whether a line with a frame begins a new list of calls
         for line in body.split("\n"):
             if line.startswith(".L"):
                 labels[line.partition(":")[0]] = len(names)
+            elif frame := FRAME.match(line):
+                calls = [] if is_new else calls
+                calls += _source(frame[1])[int(frame[2]) - 1 : int(frame[2])]
+                is_new = False
             elif found := INSTRUCTION.match(line):
                 names.append((found[2] or "", found[3], found[4]))
+                callers.append(calls)
+                is_new = True
         self.size = len(names)
         self.loaded, self.stored = [0] * self.size, [0] * self.size
         self.exits = [i for i, (_, name, _) in enumerate(names) if name == "EXIT"]
         self.next: list[list[int]] = []
         for i, (predicate, name, rest) in enumerate(names):
-            access = WIDTH.match(name)
-            if access:
-                size = int((access[2] or "32").lstrip("US")) // 8
-                (self.loaded if access[1] == "LDG" else self.stored)[i] = size
+            size = next((WIDTHS[part] for part in name.split(".") if part in WIDTHS), 4)
+            if name.startswith(("LDG.", "STG.")) and size >= 8 and not any(f in REREADS for f, _ in callers[i]):
+                (self.loaded if name[0] == "L" else self.stored)[i] = size
             target = re.search(r"`\((\.L\w+)\)", rest)
             always = not predicate and not re.search(r"\bU?P\d", rest)
             following = [] if name.startswith(_ENDS) and always else [i + 1]
             if name.startswith("BRA") and target:
                 following.append(labels[target[1]])
             self.next.append([j for j in following if j < self.size])
-
-    def ways(self, start: int, wide: int, avoided: set[int]) -> dict[int, _Way]:
-        """Return the best way from `start` to each instruction, without jumps back and without `avoided` instructions.
-
-        wide: the width of accesses that counts.
-        """
-        best = {start: _Way(0, 0, 0, 0, 0)}
-        for i in range(start, self.size):
-            if i not in best or i in avoided:
-                best.pop(i, None)
-                continue
-            way = best[i] = self._with(best[i], i, wide)
-            for j in self.next[i]:
-                if j > i:
-                    best[j] = max(best.get(j, way), way)
-        return best
+        # The compiler moves single instructions between blocks, so the share of a block is that of most of them.
+        starts = {0, self.size, *labels.values()} | {i + 1 for i, n in enumerate(self.next) if n != [i + 1]}
+        bounds = sorted(start for start in starts if start <= self.size)
+        shares, self.shares = [_share(calls, unreached) for calls in callers], list[float]()
+        for first, end in pairwise(bounds):
+            self.shares += [median(shares[first:end])] * (end - first)
 
     def distance(self, end: int) -> int:
         """Return the fewest instructions that are executed before the instruction `end`."""
@@ -118,31 +152,36 @@ class _Code:
             count += 1
         return count
 
-    def _with(self, way: _Way, i: int, wide: int) -> _Way:
-        sizes = self.loaded[i], self.stored[i]
-        loaded, stored = (size if size >= wide else 0 for size in sizes)
-        words = way.words + sum(size for size in sizes if size >= 4)
-        return _Way(way.wide + loaded + stored, words, way.shortness - 1, way.loaded + loaded, way.stored + stored)
+    def loop(self, first: int, last: int, inner: set[int]) -> Loop:
+        """Return the counts of the instructions from `first` to `last`, without those in loops inside (inner)."""
+        counted = [i for i in range(first, last + 1) if self.shares[i] and i not in inner]
+        loaded, stored = (sum(sizes[i] for i in counted) for sizes in (self.loaded, self.stored))
+        return Loop(sum(self.shares[i] for i in counted), loaded, stored, first)
 
 
-def main_loop(sass: str, kernel: str) -> Loop | None:
-    """Return the counts of a kernel's main loop, or None if none is found that accesses global memory."""
-    code = _Code(sass, kernel)
-    wide = min(max(code.loaded + code.stored, default=0), 16)
-    if not wide:
-        return None
+def main_loop(sass: str, kernel: str, without: Iterable[str] = ()) -> Loop | None:
+    """Return the counts of a kernel's main loop, or None if none is found that accesses global memory.
+
+    If rare code makes most accesses, as in kernels without a fast path, it counts.
+
+    without: the functions that the call does not reach, although other calls of this kernel do.
+    """
+    usual, whole = (_main_loop(_Code(sass, kernel, found)) for found in (RARE.union(without), frozenset(without)))
+    if usual is None or whole is None or 4 * max(usual[1:3]) < max(whole[1:3]):
+        return whole
+    return usual
+
+
+def _main_loop(code: _Code) -> Loop | None:
     back = [(j, i) for i in range(code.size) for j in code.next[i] if j <= i]
-    best, start = _Way(0, 0, 0, 0, 0), 0
+    found = []
     for first in sorted({j for j, _ in back}):
-        ends = {i for j, i in back if j == first}
-        inner = {k for j, i in back if first < j and i < max(ends) for k in range(j, i + 1)}
-        for ways in (code.ways(first, wide, inner), code.ways(first, wide, set())):
-            if found := [(ways[i], first) for i in ends if i in ways]:
-                best, start = max((best, start), *found)
-                break
-    if not best.wide:
-        ways = code.ways(0, wide, set())
-        best = max((ways[i] for i in code.exits if i in ways), default=best)
-    if not best.wide:
-        return None
-    return Loop(-best.shortness, max(best.loaded, best.stored), code.distance(start))
+        last = max(i for j, i in back if j == first)
+        inner = {k for j, i in back if first < j and i <= last for k in range(j, i + 1)}
+        loops = (code.loop(first, last, inner), code.loop(first, last, set()))
+        found.append(next((loop for loop in loops if max(loop[1:3])), loops[1]))
+    if not any(max(loop[1:3]) for loop in found):
+        inner = {k for j, i in back for k in range(j, i + 1)}
+        found = [code.loop(0, max(code.exits, default=code.size - 1), inner)]
+    best = max(found, key=lambda loop: (max(loop[1:3]), -loop.instructions))
+    return best._replace(setup=code.distance(best.setup)) if max(best[1:3]) else None

@@ -273,7 +273,7 @@ def module_of(a: Any) -> Any:
 
 def import_arrays(op: str, **named: Any) -> tuple[Any, ...]:
     """Return arrays of any library as CuPy arrays if they are on a GPU, otherwise as NumPy arrays."""
-    if _one_cupy_device(named.values()):
+    if all(type(a) is np.ndarray for a in named.values()) or _one_cupy_device(named.values()):
         return tuple(named.values())
     if not any(device_name(a, f"{op}: {name}").startswith("cuda") for name, a in named.items()):
         return as_arrays(op, **named)

@@ -8,7 +8,7 @@ prototype holds the arguments of a call to the C library, without addresses.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from math import prod
 from typing import Any, NamedTuple
@@ -17,9 +17,18 @@ import numpy as np
 
 from fp4kit.arithmetic import is_ieee
 from fp4kit.arrays import returns
-from fp4kit.call.parse import Call
+from fp4kit.call.parse import Call, Declined
 from fp4kit.cpu.codec import are_looked_up, check_array, decode_call, encode_call, kernels_of, tensor_key, tensors_of
-from fp4kit.cpu.library import ELEMENTS_PER_CALL, EncodeCall, address, functions, threads_for
+from fp4kit.cpu.library import (
+    ELEMENTS_PER_CALL,
+    ELEMENTS_PER_THREAD,
+    DecodeCall,
+    EncodeCall,
+    address,
+    functions,
+    specification_only,
+    threads_for,
+)
 from fp4kit.quantized.container import PARTS, Quantized, assembled
 from fp4kit.recipes.schema import faking
 
@@ -179,6 +188,23 @@ def _matrix_call(call: Call, packed_step: int, scales_step: int) -> tuple[Encode
     return prototype, tensor_rule
 
 
+def _code_call(call: Call) -> tuple[EncodeCall, int] | None:
+    """Return the prototype and tensor rule of a call to quantize, as _matrix_call does."""
+    specs = call.part_specs()
+    steps = (specs[name][0][-1] if name in specs else 0 for name in ("packed", "block_scale"))
+    return _matrix_call(call, *steps) if call.layout == "linear" else None
+
+
+def _value_calls(call: Call) -> tuple[EncodeCall, DecodeCall, int] | None:
+    """Return the prototypes that encode and decode, and the tensor rule, of a call to fake_quantize; or None."""
+    shape, r = call.moved.shape, call.recipe
+    if r.fake_rule is not None or (matrix_call := _matrix_call(call, 0, 0)) is None:
+        return None
+    encode, tensor_rule = matrix_call
+    K = shape[-1]
+    return encode, decode_call((call.x.size // K, K), call.x.dtype, faking(r), K, 0, 0), tensor_rule
+
+
 def quantize(call: Call, x: Any, given: Any, both: bool = False) -> PreparedCall | None:
     """Return the call that repeats a parsed call to quantize with nearest rounding and linear scales, or None.
 
@@ -186,10 +212,7 @@ def quantize(call: Call, x: Any, given: Any, both: bool = False) -> PreparedCall
     the result, `out` may be partly overwritten.
     """
     out, specs = call.out, call.part_specs()
-    if both or call.layout != "linear" or not (out is None or _is_whole(*out.parts().values())):
-        return None
-    steps = (specs[name][0][-1] if name in specs else 0 for name in ("packed", "block_scale"))
-    if (matrix_call := _matrix_call(call, *steps)) is None:
+    if both or not (out is None or _is_whole(*out.parts().values())) or (matrix_call := _code_call(call)) is None:
         return None
     (prototype, tensor_rule), access = matrix_call, access_to(x)
     new = {name: access.maker(*spec, False) for name, spec in specs.items()}
@@ -221,12 +244,10 @@ def fake_quantize(call: Call, x: Any, given: Any) -> PreparedCall | None:
 
     It takes (x, tensor_amax), where tensor_amax is None if the library computes it.
     """
-    r, shape, size, axis = call.recipe, call.moved.shape, call.x.size, call.axis
-    matrix_call = None if r.fake_rule is not None else _matrix_call(call, 0, 0)
-    if matrix_call is None:
+    shape, size, axis = call.moved.shape, call.x.size, call.axis
+    if (calls := _value_calls(call)) is None:
         return None
-    (prototype, tensor_rule), library, K = matrix_call, functions().fp4kit_fake_quantize, shape[-1]
-    decode = decode_call((size // K, K), call.x.dtype, faking(r), K, 0, 0)
+    (prototype, decode, tensor_rule), library = calls, functions().fp4kit_fake_quantize
     access = access_to(x)
     new, address = access.maker(shape, call.x.dtype, True), access.address
 
@@ -235,7 +256,7 @@ def fake_quantize(call: Call, x: Any, given: Any) -> PreparedCall | None:
         if not is_ieee() or (given is not None and amax is None):
             return None
         out, threads = new(), threads_for(size)
-        if library(prototype, decode, address(x), amax, address(out), tensor_rule, threads):
+        if library(prototype, decode, address(x), amax, address(out), None, tensor_rule, threads):
             return None
         return _moved_result(access, out, axis)
 
@@ -280,3 +301,59 @@ def _not_cached(*arguments: Any) -> None:
 
 
 transpose = swizzle = _not_cached
+
+
+def together(
+    calls: Sequence[Call], amaxes: Sequence[np.ndarray | None], outs: Sequence[Any], are_given: bool
+) -> Callable[[], list[int]]:
+    """Return a function that runs parsed calls of a group on their memory, and returns the indices of those left over.
+
+    amaxes: float32, in canonical shapes. The function reads them if are_given, otherwise it writes them.
+    outs: what to write to: a Quantized per call; or an array of values with the quantized axis last; or None if only
+        amaxes are wanted.
+    """
+    prototypes: dict[Any, tuple[EncodeCall, DecodeCall | None, int] | None] = {}
+    matrices, indices, runs, size_before = list[list[int]](), list[int](), list[list[int]](), 0
+    for i, (call, amax, out) in enumerate(zip(calls, amaxes, outs, strict=True)):
+        x, size = call.x, call.x.size
+        key = x.shape, x.strides, x.dtype, x.flags.num, amax is None or amax.shape
+        if key not in prototypes:
+            prototypes[key] = _prototypes(call, out)
+        if (found := prototypes[key]) is None:
+            continue
+        encode, values, tensor_rule = found
+        arrays = [x, amax if are_given else None, out, None, None, amax]
+        if isinstance(out, Quantized):
+            arrays[2:] = out.packed, out.block_scale, out.tensor_scale, out.tensor_amax
+        pointers = [ctypes.addressof(encode), 0 if values is None else ctypes.addressof(values)]
+        matrices.append([*pointers, *(address(a) or 0 for a in arrays), tensor_rule])
+        indices.append(i)
+        # Small matrices share the threads; a larger one has all threads for itself.
+        if runs and max(size, size_before) < 2 * ELEMENTS_PER_THREAD and runs[-1][2] + size <= ELEMENTS_PER_CALL:
+            runs[-1][1:] = runs[-1][1] + 1, runs[-1][2] + size
+        else:
+            runs.append([len(matrices) - 1, 1, size])
+        size_before = size
+    table = np.array(matrices, np.intp).reshape(len(matrices), 9)  # GroupedMatrix of source/c_api.cpp
+    others, marks = sorted({*range(len(calls))} - {*indices}), np.zeros(len(matrices), np.uint8)
+    memory = calls, amaxes, outs, prototypes  # to which the addresses in `table` refer
+
+    def run() -> list[int]:
+        if not is_ieee() or specification_only.get():
+            return list(range(len(memory[0])))
+        for first, count, size in runs:
+            functions().fp4kit_group(address(table[first:]), count, address(marks[first:]), threads_for(size))
+        return others + [indices[i] for i in np.flatnonzero(marks)]
+
+    return run
+
+
+def _prototypes(call: Call, out: Any) -> tuple[EncodeCall, DecodeCall | None, int] | None:
+    """Return the prototypes and the tensor rule by which the library computes a call of `together`, or None."""
+    try:
+        if isinstance(out, np.ndarray):
+            return _value_calls(call)
+        found = _matrix_call(call, 0, 0) if out is None else _code_call(call)
+    except Declined:
+        return None
+    return None if found is None else (found[0], None, found[1])

@@ -347,6 +347,13 @@ def plain_amax(x: np.ndarray, axis: Any) -> np.ndarray:
     return reference.plain_amax(x, axis) if found is None else np.asarray(found)
 
 
+def clip_amax(call: Call) -> np.ndarray:
+    """Return the amaxes from which a call would compute its tensor scales, in their canonical shape."""
+    functions()
+    codec.check_array(call.x)
+    return tensor_amax(call.moved, call.recipe, call.mask)
+
+
 def search_scales(search: Search) -> np.ndarray:
     """Return the block amaxes whose scales give the smallest loss: float32 (..., M, K / block)."""
     functions()

@@ -30,7 +30,7 @@ from fp4kit.call.parse import (
     with_amaxes,
 )
 from fp4kit.call.search_scales import Search
-from fp4kit.quantized.container import Quantized, assembled, packed_shape, scale_shape, tensor_amax_shape
+from fp4kit.quantized.container import PARTS, Quantized, assembled, packed_shape, scale_shape, tensor_amax_shape
 from fp4kit.recipes.schema import Recipe, faking
 from fp4kit.reference import quantize as reference
 from fp4kit.reference import stochastic
@@ -347,7 +347,7 @@ def _fake_matrix(
 
 def clip_amax(call: Call) -> np.ndarray:
     """Return the clip limit that fake_quantize_backward uses if the caller passes none, as a float32 array."""
-    return compute_tensor_amax(call.moved, call.recipe)
+    return compute_tensor_amax(call.moved, call.recipe, call.mask)
 
 
 def clip(call: Call, amax: np.ndarray) -> np.ndarray:
@@ -500,24 +500,35 @@ class HostGroup:
         calls: the parsed calls.
         r: the recipe of the calls.
         run: the function by which calls run on the first host engine that supports them.
+        together: the function of cpu/cached_calls.py by which the compiled engine runs many calls at once.
 
     Attributes:
         vector: the amaxes of all arrays in one array, which the group computes; None if the caller passed the amaxes,
             or if the recipe has no tensor scale.
     """
 
-    def __init__(self, op: str, calls: Sequence[Call], r: Recipe, run: Run) -> None:
-        self._op, self._calls, self._recipe, self._run = op, calls, r, run
+    def __init__(self, op: str, calls: Sequence[Call], r: Recipe, run: Run, together: Callable[..., Any]) -> None:
+        self._op, self._calls, self._run, self._together = op, list(calls), run, together
         self._codes: list[Quantized] = []
-        self._values: list[Any] = []
-        self._amaxes: list[np.ndarray] = []
-        self.vector: np.ndarray | None = None
-        if r.tensor_scaling != "none" and all(call.tensor_amax is None for call in calls):
-            shapes = [tensor_amax_shape(call.moved.shape, r) for call in calls]
-            ends = np.cumsum([0, *map(prod, shapes)])
-            self.vector = np.zeros(int(ends[-1]), np.float32)
-            parts = np.split(self.vector, ends)[1:-1]
-            self._amaxes = [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
+        self._moved: list[np.ndarray] = []  # the values with the quantized axis last
+        self._values: list[np.ndarray] = []  # views of them, as the caller gets them
+        self._repeated: dict[tuple[str, bool], Callable[[], list[int]]] = {}
+        self._reading: list[Call] = []  # the calls with the amaxes in _memory, once they are checked
+        # (amax in _memory, the caller's amax); None if each run parses the caller's amaxes
+        self._given: list[tuple[Any, Any]] | None = None
+        self._memory: Any = None
+        self._amaxes: list[Any] = [None] * len(calls)
+        is_computed = r.tensor_scaling != "none" and all(call.tensor_amax is None for call in calls)
+        if is_computed:
+            self._hold([tensor_amax_shape(call.moved.shape, r) for call in calls])
+        self.vector: np.ndarray | None = self._memory if is_computed else None
+
+    def _hold(self, shapes: list[tuple[int, ...]]) -> None:
+        """Make the memory of the amaxes, and views of it in canonical shapes."""
+        ends = np.cumsum([0, *map(prod, shapes)])
+        self._memory = np.zeros(int(ends[-1]), np.float32)
+        parts = np.split(self._memory, ends)[1:-1]
+        self._amaxes = [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
 
     @property
     def computes_amaxes(self) -> bool:
@@ -528,35 +539,76 @@ class HostGroup:
         """Return the tensor amax of each array: the amax that the caller passed, or a view of `vector`."""
         if self.vector is None:
             return each(self._op, lambda c: with_amaxes(c, c.tensor_amax, None).tensor_amax, self._calls)
-        for call, amax in zip(self._calls, self._amaxes, strict=True):
-            amax[...] = compute_tensor_amax(call.moved, self._recipe, call.mask)
+        for i in self._left_over("amax", self._calls, [None] * len(self._calls), True):
+            self._amaxes[i][...] = self._run(self._op, "clip_amax", False, self._calls[i])
         return list(self._amaxes)
 
     def quantize(self, compute_amaxes: bool) -> list[Quantized]:
         """Quantize all arrays, and return one Quantized per array."""
-        each(self._op, lambda call: check_codes(call, call.layout), self._calls)
-        calls = self._with_amaxes(compute_amaxes)
-        outs: Sequence[Quantized | None] = self._codes or [None] * len(calls)
-        self._codes = [
-            self._run(call.op, "quantize", False, call._replace(out=out)) for call, out in zip(calls, outs, strict=True)
-        ]
+        each(self._op, lambda call: check_codes(call, call.layout), self._calls[:1] if self._codes else self._calls)
+        calls = self._checked(compute_amaxes)
+        if not self._codes:
+            for call, amax in zip(calls, self._amaxes, strict=True):
+                parts = dict.fromkeys(PARTS) | {name: np.empty(*spec) for name, spec in call.part_specs().items()}
+                parts |= {} if self.vector is None else {"tensor_amax": amax}
+                self._codes.append(assembled(parts | call.result_fields()))
+        for i in self._left_over("quantize", calls, self._codes, compute_amaxes):
+            self._run(self._op, "quantize", False, calls[i]._replace(out=self._codes[i]))
         return self._codes
 
     def fake_quantize(self, compute_amaxes: bool) -> list[Any]:
         """Fake-quantize all arrays, and return one array of values per array."""
-        values = [self._run(call.op, "fake_quantize", False, call) for call in self._with_amaxes(compute_amaxes)]
-        self._values = self._values or values
-        for target, value in zip(self._values, values, strict=True):
-            target[...] = value
+        calls = self._checked(compute_amaxes)
+        if not self._values:
+            self._moved = [np.empty(call.moved.shape, call.x.dtype) for call in calls]
+            self._values = [np.moveaxis(v, -1, call.axis) for call, v in zip(calls, self._moved, strict=True)]
+        for i in self._left_over("fake_quantize", calls, self._moved, compute_amaxes):
+            call, amax = calls[i], self._amaxes[i]
+            if self.vector is not None and compute_amaxes:
+                amax[...] = self._run(self._op, "clip_amax", False, call)
+                call = call._replace(tensor_amax=None if np.isnan(amax).any() else amax)  # calls reject a NaN amax
+            self._values[i][...] = self._run(self._op, "fake_quantize", False, call)
         return self._values
 
-    def _with_amaxes(self, compute: bool) -> list[Call]:
-        """Return the calls with their tensor amaxes: those of the caller, otherwise those in `vector`."""
-        # An amax that is computed now and holds NaN is left out, because a call rejects a NaN amax.
-        amaxes = [call.tensor_amax for call in self._calls]
-        if self.vector is not None:
-            amaxes = [None if np.isnan(a).any() else a for a in self.amax()] if compute else list(self._amaxes)
-        return each(self._op, lambda call, a: with_amaxes(call, a, call.block_amax), self._calls, amaxes)
+    def _checked(self, compute: bool) -> list[Call]:
+        """Return the calls with the amaxes that they read: the caller's, or those in `vector` unless `compute`."""
+        computes = compute and self.vector is not None
+        for amax, given in self._given or ():
+            amax[...] = given
+        if self._reading and self._given is not None:
+            if computes:
+                return self._calls
+            if self._memory is None or not (np.isnan(self._memory) | np.signbit(self._memory)).any():
+                return self._reading
+        read = [call.tensor_amax for call in self._calls] if computes or self.vector is None else self._amaxes
+        calls = each(self._op, lambda call, amax: with_amaxes(call, amax, call.block_amax), self._calls, read)
+        if self.vector is None and calls and calls[0].tensor_amax is not None:
+            if self._memory is None:
+                self._hold([call.tensor_amax.shape for call in calls])
+            for amax, call in zip(self._amaxes, calls, strict=True):
+                amax[...] = call.tensor_amax
+        self._reading = [call._replace(tensor_amax=a) for call, a in zip(calls, self._amaxes, strict=True)]
+        self._given = self._read_in_place() if all(call.block_amax is None for call in calls) else None
+        return calls
+
+    def _read_in_place(self) -> list[tuple[Any, Any]] | None:
+        """Return (amax in _memory, the caller's array) for amaxes that need no parsing; None if some need it."""
+        found = []
+        for call, amax in zip(self._calls, self._amaxes, strict=True):
+            given = call.tensor_amax
+            if type(given) is np.ndarray and given.dtype == np.float32 and given.flags.c_contiguous:
+                found.append((amax, given.reshape(amax.shape)))
+            elif given is not None and type(given) not in (float, np.float32):
+                return None
+        return found
+
+    def _left_over(self, kind: str, calls: list[Call], outs: Sequence[Any], compute: bool) -> list[int]:
+        """Run the calls that the compiled engine can run together, and return the indices of the others."""
+        key = kind, compute and self.vector is not None
+        if key not in self._repeated:
+            reads = not key[1] and self._memory is not None
+            self._repeated[key] = self._together(calls, self._amaxes, outs, reads)
+        return self._repeated[key]()
 
 
 class HostClipGroup:

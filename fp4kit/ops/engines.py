@@ -52,6 +52,15 @@ def find(op: str, arrays: tuple[Any, ...], *others: Hashable) -> tuple[Key | Non
         return None, None  # an array of another library, an array without memory, or an argument that is not hashable
 
 
+def facts_of(arrays: tuple[Any, ...]) -> Hashable:
+    """Return the facts of arrays, or None entries, that are part of a key; None if the arrays have no key."""
+    try:
+        of, _ = _facts_function(arrays[0])
+        return tuple(None if a is None else of(a) for a in arrays)
+    except (AttributeError, TypeError, RuntimeError):
+        return None
+
+
 def run_first(
     key: Key | None, call: Callable[..., Any] | None, arguments: tuple[Any, ...], driver: Callable[[], Any]
 ) -> Any:
@@ -258,7 +267,9 @@ def run_group(op: str, operation: str, calls: list[tuple[bool, tuple[Any, ...]]]
 
 def new_group(op: str, calls: list[Call], r: Recipe, stack: Any) -> Any:
     """Return the object that runs N parsed calls: a CudaGroup on a GPU, or a HostGroup in host memory."""
-    return _cuda().CudaGroup(calls, stack) if calls and calls[0].on_device else reference.HostGroup(op, calls, r, run)
+    if calls and calls[0].on_device:
+        return _cuda().CudaGroup(calls, stack)
+    return reference.HostGroup(op, calls, r, run, cpu_cached.together)
 
 
 def new_clip_group(calls: list[Call], amaxes: list[Any]) -> Any:

@@ -13,12 +13,37 @@ import numpy as np
 
 from fp4kit.arguments import as_entries, as_flag
 from fp4kit.arrays.imports import import_arrays, is_array
-from fp4kit.arrays.returns import PlanLibrary, returns_in_library, returns_in_plan_library
+from fp4kit.arrays.returns import (
+    PlanLibrary,
+    library_of,
+    returns_in_library,
+    returns_in_plan_library,
+    tensor_type,
+)
 from fp4kit.call.inputs import clip_amax
-from fp4kit.call.parse import Call, QuantizeOptions, array_call, backward_call, each, with_amaxes, with_options
+from fp4kit.call.parse import (
+    Call,
+    QuantizeOptions,
+    array_call,
+    backward_call,
+    each,
+    fake_call,
+    quantize_call,
+    with_amaxes,
+    with_options,
+)
 from fp4kit.ops.amax import amax_call
-from fp4kit.ops.engines import new_clip_group, new_group, run_group, with_threads
-from fp4kit.ops.quantize import check_rounding, fake_quantize, fake_quantize_backward, quantize
+from fp4kit.ops.engines import (
+    convert_and_call,
+    facts_of,
+    find,
+    new_clip_group,
+    new_group,
+    run_call,
+    run_group,
+    with_threads,
+)
+from fp4kit.ops.quantize import check_rounding, fake_quantize, quantize
 from fp4kit.quantized.container import Quantized
 from fp4kit.recipes import Recipe, recipe_of
 from fp4kit.types import Hadamard, RecipeId, RoundingMode, ScaleLayout
@@ -108,16 +133,15 @@ def _gradients_of(op: str, grads: Any, count: int) -> Any:
     return grads
 
 
-def _passed_through(op: str, grads: Any, xs: Any, amaxes: Any, recipe: Any, axis: int) -> list[Any]:
-    """Return the gradients of fake_quantize without clipping, which checks the arguments."""
-    return each(op, lambda g, x, a: fake_quantize_backward(g, x, recipe, axis=axis, amax=a), grads, xs, amaxes)
-
-
-def _clip_group(op: str, grads: Any, xs: Any, amaxes: Any, recipe: Any, axis: int) -> Any:
-    """Return the object that clips the gradients of fake_quantize for a group."""
-    pairs = each(op, lambda g, x, a: backward_call(op, g, x, recipe, axis, a), grads, xs, amaxes)
+def _backward_calls(
+    op: str, grads: Any, xs: Any, amaxes: Any, recipe: Any, axis: int
+) -> tuple[list[Call], list[Any], list[Any]]:
+    """Check the arguments of a backward pass. Return its calls, their clip limits, and the unclipped gradients."""
+    imported = import_arrays(op, **{f"grads[{i}]": g for i, g in enumerate(grads)})
+    pairs = each(op, lambda g, x, a: backward_call(op, g, x, recipe, axis, a), imported, xs, amaxes)
     limits = each(op, lambda pair: clip_amax(*pair), pairs)
-    return new_clip_group([call for call, _ in pairs], limits)
+    passed = [g if library_of(g) else call.grad for g, (call, _) in zip(grads, pairs, strict=True)]
+    return [call for call, _ in pairs], limits, passed
 
 
 class GroupedPlan:
@@ -351,11 +375,11 @@ class GroupedPlan:
         pass_through = as_flag(self._op, "pass_through", pass_through)
         grads = _gradients_of(self._op, grads, len(self._calls))
         xs, amaxes = [call.x for call in self._calls], [call.tensor_amax for call in self._calls]
-        arguments = self._op, grads, xs, amaxes, self.recipe, self._axis
-        if pass_through:
-            return _passed_through(*arguments)
-        if not self._on_device or self._clip is None or self._clip[0].changed(grads):
-            self._clip = PlanInput.of("grads", grads), _clip_group(*arguments)
+        if pass_through or not self._on_device or self._clip is None or self._clip[0].changed(grads):
+            *arguments, passed = _backward_calls(self._op, grads, xs, amaxes, self.recipe, self._axis)
+            if pass_through:
+                return passed
+            self._clip = PlanInput.of("grads", grads), new_clip_group(*arguments)
         clipped: list[Any] = self._clip[1].clip()
         return clipped
 
@@ -456,29 +480,77 @@ def quantize_grouped(
         [(16, 32), (0, 32)]
     """
     op = "quantize_grouped"
-    options = {"axis": axis, "scale_layout": scale_layout, "rounding": rounding, "seed": seed, "hadamard": hadamard}
+    options = QuantizeOptions(scale_layout, rounding, seed, hadamard)
+    if block_amax is None:  # single calls take block amaxes for more recipes than groups do
+        if (found := _one_by_one(op, quantize, xs, recipe, axis, tensor_amax, options)) is not None:
+            return found
     amaxes = {"tensor_amax": tensor_amax, "block_amax": block_amax}
-    if (found := _one_by_one(op, quantize, xs, recipe, options, amaxes)) is not None:
-        return found
-    return GroupedPlan(xs, recipe, op=op, **options, **amaxes).quantize()
+    return GroupedPlan(xs, recipe, op=op, axis=axis, **options._asdict(), **amaxes).quantize()
 
 
-def _one_by_one(op: str, function: Any, xs: Any, recipe: Any, options: Any, amaxes: dict[str, Any]) -> list[Any] | None:
-    """Return the results of single calls, which are cached, for NumPy arrays; None for other arguments.
-
-    amaxes: {argument: None, or one entry per array}.
-    """
-    is_stack = type(xs) is np.ndarray and xs.ndim > 1
-    if not (is_stack or isinstance(xs, (list, tuple))) or {*map(type, xs)} != {np.ndarray}:
+def _one_by_one(op: str, single: Any, xs: Any, recipe: Any, axis: int, amaxes: Any, options: QuantizeOptions) -> Any:
+    """Return the results of single calls, which are cached, for arrays in host memory; None for other arrays."""
+    if (arrays := _host_arrays(op, xs)) is None:
         return None
-    if amaxes["block_amax"] is not None:  # groups take these for static recipes only
+    amaxes = per_tensor(op, "tensor_amax", amaxes, len(arrays))
+    others: tuple[Any, ...] = (recipe, axis, *options[:2])
+    parse, named, rest = quantize_call, options._asdict(), [None]
+    if single is fake_quantize:
+        check_rounding(op, recipe_of(op, recipe), options.rounding, options.seed)
+        parse, named, rest = fake_call, {"rounding": options.rounding, "seed": options.seed}, []
+        others = (recipe, axis, options.rounding)
+    operation = single.__name__
+    kinds: dict[Any, Any] = {}  # facts of arrays whose call is checked -> the cached call; None if `single` finds it
+    is_cached = options.seed is None and options.hadamard is False
+
+    def check(x: Any, amax: Any) -> Any:
+        """Raise the errors of a call. Return the function that computes it; None for `single`."""
+        kind = facts_of((x, amax)) if is_cached else None
+        is_known, key, cached = kind in kinds, None, kinds.get(kind)
+        if is_cached and not is_known:
+            key, cached = find(operation, (x, amax, *rest), *others)
+        if (cached or is_known) and _is_valid(amax):
+            kinds[kind] = cached
+            return cached
+        call = parse(op, x, recipe, axis, options, tensor_amax=amax)._replace(op=operation)
+        if key is not None:
+            kinds[kind] = None
+        return lambda *arguments: convert_and_call(_run_parsed, x, call, operation, key, arguments)
+
+    def compute(x: Any, amax: Any, found: Any) -> Any:
+        result = None if found is None else found(x, amax, *rest)
+        return single(x, recipe, axis=axis, tensor_amax=amax, **named) if result is None else result
+
+    return each(op, compute, arrays, amaxes, each(op, check, arrays, amaxes))
+
+
+def _is_valid(amax: Any) -> bool:
+    """Return whether no element of a caller's amax is NaN or negative."""
+    is_valid: Any = amax is None or amax >= 0
+    return bool(is_valid.all() if getattr(is_valid, "ndim", 0) else is_valid)
+
+
+def _host_arrays(op: str, xs: Any) -> Any:
+    """Return the arrays of a group if all are in host memory and of one library; otherwise None."""
+    if type(xs) is np.ndarray:
+        return list(xs) if xs.ndim > 1 else None
+    tensor = tensor_type()
+    if isinstance(xs, tensor) and xs.is_cpu and xs.ndim > 1:
+        import_arrays(op, xs=xs)
+        return list(xs.detach())
+    if not isinstance(xs, (list, tuple)) or not xs:
         return None
-    columns = [per_tensor(op, name, value, len(xs)) for name, value in amaxes.items()]
+    kinds = {*map(type, xs)}
+    if kinds == {np.ndarray} or all(isinstance(x, tensor) and x.is_cpu for x in xs):
+        return xs
+    is_jax = [kind.__name__ for kind in kinds] == ["ArrayImpl"]
+    return xs if is_jax and all(not x.is_deleted() and getattr(x.device, "platform", "") == "cpu" for x in xs) else None
 
-    def single(x: Any, *own: Any) -> Any:
-        return function(x, recipe, **options, **dict(zip(amaxes, own, strict=True)))
 
-    return each(op, single, xs, *columns)
+@returns_in_library
+def _run_parsed(x: Any, call: Call, operation: str, key: Any, arguments: tuple[Any, ...]) -> Any:
+    """Return the result of a parsed call in the library of x."""
+    return run_call(call, operation, key, arguments)
 
 
 @with_threads
@@ -521,11 +593,12 @@ def fake_quantize_grouped(
         >>> [y[0, 0] for y in fp4kit.fake_quantize_grouped(xs, "mxfp4")]
         [np.float32(4.0), np.float32(1.0)]
     """
-    op, options = "fake_quantize_grouped", {"axis": axis, "rounding": rounding, "seed": seed}
+    op, options = "fake_quantize_grouped", QuantizeOptions(rounding=rounding, seed=seed)
+    if block_amax is None:
+        if (found := _one_by_one(op, fake_quantize, xs, recipe, axis, tensor_amax, options)) is not None:
+            return found
     amaxes = {"tensor_amax": tensor_amax, "block_amax": block_amax}
-    if (found := _one_by_one(op, fake_quantize, xs, recipe, options, amaxes)) is not None:
-        return found
-    return GroupedPlan(xs, recipe, op=op, **options, **amaxes).fake_quantize()
+    return GroupedPlan(xs, recipe, op=op, axis=axis, rounding=rounding, seed=seed, **amaxes).fake_quantize()
 
 
 @returns_in_library
@@ -566,5 +639,6 @@ def fake_quantize_grouped_backward(
     pass_through = as_flag(op, "pass_through", pass_through)
     arrays, _ = arrays_of(op, xs)
     amaxes = per_tensor(op, "amax", amax, len(arrays))
-    arguments = op, _gradients_of(op, grads, len(arrays)), arrays, amaxes, recipe, axis
-    return _passed_through(*arguments) if pass_through else list(_clip_group(*arguments).clip())
+    grads = _gradients_of(op, grads, len(arrays))
+    *arguments, passed = _backward_calls(op, grads, arrays, amaxes, recipe, axis)
+    return passed if pass_through else list(new_clip_group(*arguments).clip())

@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from executed_lines import executed_lines
+from host import cupy_on_host
+from host.instantiations import launching_on
 from inputs import BF16, NAMES, ordinary
 from together import together
 
 import fp4kit
+from fp4kit.cuda import compiler, dispatch
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks"
 sys.path.insert(0, str(BENCHMARKS))
 import below_target  # noqa: E402
 import kernel_report  # noqa: E402
+import limits  # noqa: E402
 import measure  # noqa: E402
 import report  # noqa: E402
 import rows  # noqa: E402
@@ -260,6 +267,204 @@ SASS = """
 
 
 def test_instructions_of_the_main_loop():
-    """The usual way through the loop counts, with 16-byte stores, and not the loop over single elements."""
-    assert sass.main_loop(SASS, "some_kernel") == sass.Loop(instructions=5, bytes=16, setup=1)
+    """The loop over single elements inside the main loop does not count."""
+    assert sass.main_loop(SASS, "some_kernel") == sass.Loop(instructions=6, loaded=0, stored=16, setup=1)
     assert sass.main_loop(".text.empty:\n        /*0000*/                   EXIT ;\n", "empty") is None
+
+
+def test_code_that_usual_calls_do_not_reach_does_not_count():
+    """The line table says which function an instruction comes from. A part of one warp counts by its share."""
+
+    def line_of(text, file):
+        found = [i for i, (_, line) in enumerate(sass._source(file), 1) if text in line]
+        return f'\t//## File "/a/{file}", line {found[0]} inlined at "/a/b.cu", line 3\n\t//## File "/a/b.cu", line 3'
+
+    rare = line_of("float x[kRun];", "quantize.cu")  # of quantize_any
+    given = line_of("*reinterpret_cast<const Chunk*>(a.random", "quantize.cuh")
+    one_warp = line_of("const int four = threadIdx.x", "patch_staging.cuh")
+    again = line_of("x[i] = read_run<In, 16, kAligned>(from);", "quantize_columns.cu")
+    for lines, expected in (
+        ("", (8, 32, 16)),
+        (rare, (6, 16, 16)),
+        (given, (6, 16, 16)),
+        (one_warp, (6.25, 32, 16)),
+        (again, (8, 16, 16)),
+    ):
+        text = f"""
+.text.k:
+.L_x_1:
+        /*0000*/                   LDG.E.128 R2, desc[UR4][R4.64] ;
+        /*0010*/              @!P1 BRA `(.L_x_2) ;
+{lines}
+        /*0020*/                   LDG.E.128 R8, desc[UR4][R6.64] ;
+        /*0030*/                   BRA `(.L_x_3) ;
+.L_x_2:
+\t//## File "/a/b.cu", line 4
+        /*0040*/                   PRMT R4, R2, 0x5140, R3 ;
+.L_x_3:
+        /*0050*/                   PRMT R4, R2, 0x5140, R3 ;
+        /*0060*/                   STG.E.128 desc[UR4][R8.64], R4 ;
+        /*0070*/               @P0 BRA `(.L_x_1) ;
+        /*0080*/                   EXIT ;
+"""
+        assert sass.main_loop(text, "k") == sass.Loop(*expected, setup=0), lines
+    assert sass.main_loop(text, "k", ["quantize_rows"]) == sass.Loop(6, 16, 16, 0)
+
+
+CARD = limits.Card("a card", 100, 1e9, 1e12)
+
+
+def test_limits_of_a_card():
+    assert CARD.by_bytes(5e6) == 5 and CARD.by_issue(128 * 100 * 3000) == 3
+    assert limits.B200.by_bytes(8e12) == 1e6 and limits.B200.by_issue(148 * 128 * 1.98e9) == pytest.approx(1e6)
+    device = SimpleNamespace(
+        id=0,
+        attributes={
+            "MultiProcessorCount": 100,
+            "ClockRate": 10**6,
+            "MemoryClockRate": 10**6,
+            "GlobalMemoryBusWidth": 4000,
+        },
+    )
+    runtime = SimpleNamespace(getDeviceProperties=lambda i: {"name": b"a card"})
+    cupy = SimpleNamespace(cuda=SimpleNamespace(Device=lambda: device, runtime=runtime))
+    assert limits.card_of(cupy) == CARD
+
+
+def test_a_row_prints_both_limits_or_says_why_not(clock, monkeypatch, capsys):
+    bench, x = measure.Bench(repeat=3), np.zeros((8, 64), np.float32)
+    arguments = "quantize", "mxfp4-ocp", x, rows.element_bytes(x=x.dtype), clock.call("it", 125.0)
+    assert bench.row(*arguments).no_issue == "no kernel was watched"
+    assert "limits: bytes 100.0, issue - us" in capsys.readouterr().out
+    monkeypatch.setattr(limits, "card_of", lambda cupy: CARD)
+    monkeypatch.setattr(sass, "disassembler", lambda: "")
+    bench.watch = limits.Watch()
+    assert "pip install nvidia-cuda-nvdisasm" in bench.row(*arguments).no_issue
+    bench.watch = SimpleNamespace(issued_per_element=lambda call, operation, recipe, cupy: 250e3)
+    row = bench.row(*arguments)
+    assert row.issue_us == 10 and row.no_issue == "" and "limits: bytes 100.0, issue 10.0 us" in capsys.readouterr().out
+    assert rows.BenchmarkRow.of(json.loads(json.dumps(row.record()))) == row
+    assert bench.row(*arguments[:-1], lambda: None, kind="kernel", timed=row_time()).issue_us == 10
+
+
+def row_time():
+    return measure.Time(1.0, 1.0, 0.0)
+
+
+def test_a_page_has_columns_of_limits_if_its_record_has_them():
+    found = [a_row(issue_us=7.25), a_row(no_issue="no tool"), a_row(no_issue="no tool", kind="host", copy_us=None)]
+    page = report.markdown(a_record(found))
+    assert "| by bytes, us | by issue, us |" in page and "| 9.0 | 7.2 |" in page
+    assert "2 rows have no limit by issue: no tool." in page
+    assert "by issue" not in report.markdown(a_record([a_row()]))
+
+
+def on_simulated_device(q):
+    parts = {name: None if a is None else cupy_on_host.asarray(a) for name, a in q.parts().items()}
+    return replace(q, **parts)
+
+
+def test_the_kernels_that_a_call_launches_are_known():
+    def function(source, kernel, device):
+        return lambda *arguments, **options: None
+
+    x = ordinary(shape=(64, 128)).astype(BF16)
+    with cupy_on_host.installed(), launching_on(function, cupy_on_host), limits.watching() as watch:
+        given = cupy_on_host.asarray(x)
+        calls = [lambda: fp4kit.quantize(given, "nvfp4-te"), lambda: fp4kit.quantize_grouped([given], "mxfp4-ocp")]
+        names = [[name for _, name in watch.launched(call)] for call in calls + calls]
+    assert names[:2] == names[2:] and names[1] == ["grouped_quantize_kernel"] and names[0][-1] == "quantize_kernel"
+    with pytest.raises(ValueError, match="the instructions of grouped_quantize_kernel are not counted"):
+        limits.issued_per_element([("", "grouped_quantize_kernel")], "quantize", "mxfp4-ocp", "sm_90")
+    rowwise = kernel_report.quantize_kernel(fp4kit.recipe("nvfp4-te-rowscaled"), BF16)
+    with pytest.raises(ValueError, match="are not counted"):
+        limits.issued_per_element([(rowwise.source, rowwise.kernel)], "quantize", rowwise.recipe, "sm_90")
+
+
+def require_disassembler():
+    try:
+        compiler.nvrtc_library()
+        missing = "" if sass.disassembler() else "nvdisasm is missing"
+    except RuntimeError as error:
+        missing = str(error)
+    if missing:
+        (pytest.fail if os.environ.get("CI") == "true" else pytest.skip)(missing)
+
+
+def test_the_page_of_limits_is_that_of_its_record():
+    record = json.loads(limits.RECORD.read_text())
+    assert [*record["instructions"]] == [k.key for k in limits.main_kernels()]
+    assert limits.PAGE.read_text() == limits.page(record), "run python benchmarks/limits.py"
+
+
+def counted_as_recorded(kernels, architectures):
+    require_disassembler()
+    record = json.loads(limits.RECORD.read_text())
+    if record["nvrtc"] != ".".join(map(str, compiler.compiler_version())):
+        pytest.skip("the record is of another NVRTC")
+    for kernel in kernels:
+        for arch in architectures:
+            found = round(kernel.per_element(arch), 2)
+            assert found == record["instructions"][kernel.key][arch], f"{kernel.key}, {arch}: run benchmarks/limits.py"
+
+
+def test_two_counts_of_the_page():
+    of_key = {k.key: k for k in limits.main_kernels()}
+    chosen = [of_key[key] for key in ("quantize: nvfp4-te", "quantize along columns: nvfp4-te")]
+    counted_as_recorded(chosen, ["sm_100a"])
+    for kernel in chosen:
+        launched = [(kernel.kernel.source, kernel.kernel.kernel)]
+        found = limits.issued_per_element(launched, kernel.operation, kernel.kernel.recipe, "sm_100a")
+        assert found == kernel.per_element("sm_100a")
+
+
+@pytest.mark.exhaustive
+def test_all_counts_of_the_page():
+    counted_as_recorded(limits.main_kernels(), limits.ARCHITECTURES)
+
+
+def usual_call(kernel):
+    """Return a call on the simulated GPU that launches a kernel of the page, for 512 x 1024 normal elements."""
+    x, recipe = np.random.default_rng(0).standard_normal((512, 1024), np.float32).astype(BF16), kernel.kernel.recipe
+    options = {"hadamard": True} if "Hadamard" in kernel.operation else {}
+    options |= {"rounding": "stochastic", "seed": 3} if "stochastic" in kernel.operation else {}
+    options |= {"axis": 0} if "columns" in kernel.operation else {}
+    if kernel.operation in ("dequantize", "transpose"):
+        q = fp4kit.quantize(x, recipe)
+        return lambda: getattr(fp4kit, kernel.operation)(on_simulated_device(q))
+    if fp4kit.recipe(recipe).tensor_scaling == "tensor":
+        options["tensor_amax"] = 5.0
+    function = fp4kit.quantize_both if "both" in kernel.operation else fp4kit.quantize
+    return lambda: function(cupy_on_host.asarray(x), recipe, **options)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("number", range(len([*limits.main_kernels()])))
+def test_the_counted_code_is_what_usual_calls_execute(number, tmp_path, monkeypatch):
+    """The count changes by at most 3% if the executed lines decide instead of lists of functions and lines.
+
+    A few blocks for which the 4over6 table does not decide take a slower way, which does not count.
+    """
+    require_disassembler()
+    monkeypatch.setattr(dispatch, "MIN_TABLE_ELEMENTS", 0)
+    kernel = [*limits.main_kernels()][number]
+    launched, lines = executed_lines(usual_call(kernel), tmp_path)
+    assert launched == (kernel.kernel.source, kernel.kernel.kernel)
+    unexecuted = {
+        id(entry)
+        for file in compiler.files(compiler.SOURCES)
+        for i, entry in enumerate(sass._source(file), 1)
+        if lines.get((file, i)) is False or entry[0] == "quantize_any_four_over_six"
+    }
+    usual_share = sass._share
+
+    def share(calls, unreached):
+        return 0.0 if any(id(call) in unexecuted for call in calls) else usual_share(calls, frozenset())
+
+    for arch in ("sm_90", "sm_100a"):
+        counted = limits.main_loop(*launched, arch, kernel.without)
+        text = sass.disassembled(compiler.cubin_path(launched.source, arch).read_bytes())
+        with monkeypatch.context() as patch:
+            patch.setattr(sass, "_share", share)
+            executed = sass.main_loop(text, launched.kernel)
+        assert counted[1:3] == executed[1:3] and counted.instructions == pytest.approx(executed.instructions, rel=0.03)

@@ -87,6 +87,11 @@ EncodeCall call_at(const EncodeCall& prototype, const void* x, i32 threads) {
   return call;
 }
 
+// Copy numbers to `out`, unless it is nullptr.
+void store(const std::vector<float>& numbers, float* out) {
+  if (out) std::memcpy(out, numbers.data(), numbers.size() * sizeof(float));
+}
+
 }  // namespace
 
 extern "C" {
@@ -123,8 +128,8 @@ FP4KIT_EXPORT i32 fp4kit_quantize(const EncodeCall* prototype, const void* x, co
   FoundScales found(call);
   if (!find_tensor_scales(call, tensor_rule, given, found)) return 1;
   found.point(call);
-  if (decode) std::memcpy(decode, found.decode.data(), found.decode.size() * sizeof(float));
-  if (amax) std::memcpy(amax, found.amax.data(), found.amax.size() * sizeof(float));
+  store(found.decode, decode);
+  store(found.amax, amax);
   call.packed = packed;
   call.scales = scales;
   std::vector<u8> needs_fallback(
@@ -135,19 +140,21 @@ FP4KIT_EXPORT i32 fp4kit_quantize(const EncodeCall* prototype, const void* x, co
 }
 
 // Fake-quantize the matrix at x (encode and decode it again), and store the values in `out`. Return 0 on success.
-// Return 1 if the matrix needs the fallback; `out` is then not valid. Each tile is decoded right after it is encoded,
-// so that the codes and scales of the matrix are never stored.
+// Return 1 if the matrix needs the fallback; the outputs are then not valid. Each tile is decoded right after it is
+// encoded, so that the codes and scales of the matrix are never stored.
 //   prototype, values  the prototypes of the calls that encode and decode
 //   given              tensor amaxes, or nullptr to compute them from the elements
+//   amax               output: the tensor amaxes; nullptr if they are not wanted
 //   tensor_rule        index in kTensorRules; -1 for a recipe without tensor scales
 //   threads            largest number of threads to use
 FP4KIT_EXPORT i32 fp4kit_fake_quantize(const EncodeCall* prototype, const DecodeCall* values, const void* x,
-                                       const float* given, void* out, i32 tensor_rule, i32 threads) {
+                                       const float* given, void* out, float* amax, i32 tensor_rule, i32 threads) {
   EncodeCall call = call_at(*prototype, x, threads);
   DecodeCall target = *values;
   FoundScales found(call);
   if (!find_tensor_scales(call, tensor_rule, given, found)) return 1;
   found.point(call);
+  store(found.amax, amax);
   target.tensors = {call.encode, call.decode, call.amax, call.tensor_step, 0};
   target.out = out;
   DecodeTables memory;
@@ -165,6 +172,45 @@ FP4KIT_EXPORT i32 fp4kit_fake_quantize(const EncodeCall* prototype, const Decode
     run_tiles(tiles.count(), threads, work);
   });
   return !is_done;
+}
+
+// One matrix of a group: the arguments of fp4kit_quantize or, if `values` is not nullptr, of fp4kit_fake_quantize. If
+// `out` is nullptr, only the tensor amaxes are computed. All fields have the size of a pointer, because Python passes
+// an array of such integers (cpu/cached_calls.py).
+//   out  output: the packed codes, or the values
+struct GroupedMatrix {
+  const EncodeCall* prototype;
+  const DecodeCall* values;
+  const void* x;
+  const float* given;
+  void* out;
+  u8* scales;
+  float *decode, *amax;
+  std::intptr_t tensor_rule;
+};
+
+// Compute `count` matrices. Store for each of them in needs_fallback what the function for one matrix returns. The
+// matrices share the threads: each one is computed by a single thread, unless there is only one.
+FP4KIT_EXPORT void fp4kit_group(const GroupedMatrix* matrices, i64 count, u8* needs_fallback, i32 threads) {
+  const i32 inner = count > 1 ? 1 : threads;
+  auto work = [&](i64 index) {
+    const GroupedMatrix& m = matrices[index];
+    const i32 rule = static_cast<i32>(m.tensor_rule);
+    const auto compute = [&] {
+      if (m.values) return fp4kit_fake_quantize(m.prototype, m.values, m.x, m.given, m.out, m.amax, rule, inner);
+      if (m.out)
+        return fp4kit_quantize(m.prototype, m.x, m.given, static_cast<u8*>(m.out), m.scales, m.decode, m.amax, rule,
+                               inner);
+      EncodeCall call = call_at(*m.prototype, m.x, inner);
+      call.block_rule = -1;  // so that no block amaxes are kept
+      FoundScales found(call);
+      if (!find_tensor_scales(call, rule, m.given, found)) return 1;
+      store(found.amax, m.amax);
+      return 0;
+    };
+    needs_fallback[index] = static_cast<u8>(compute());
+  };
+  run_tiles(count, count > 1 ? threads : 1, work);
 }
 
 // Return the index of the decoder with this key in the table kDecoders, or -1 if no entry has this key.
