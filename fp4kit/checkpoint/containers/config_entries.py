@@ -589,7 +589,10 @@ def _container_of_type(kind: str) -> str | None:
 
 def _description(value: Config, layers: _Layers) -> Iterator[Item]:
     """Yield the items of msmodelslim's description: one per entry that is refused, and one for all others."""
-    file, told = str(value.get("file")), {**_DESCRIBED, **dict.fromkeys(attention_types(value), "declares no weights")}
+    file, told = (
+        str(value.get("file", CONFIG)),
+        {**_DESCRIBED, **dict.fromkeys(attention_types(value), "declares no weights")},
+    )
     seen = set()
     for key, one in value.items():
         module, _, leaf = key.rpartition(".")
@@ -706,7 +709,7 @@ def _declarations(config: Config, hf_quant_config: Config | None) -> Iterator[st
             value = section.get(key)
             method = value.get("quant_method") if isinstance(value, Mapping) else None
             if isinstance(value, Mapping) and method == MSMODELSLIM:
-                yield f"{value['file']}: describes quantized weights, {what}"
+                yield f"{value.get('file', CONFIG)}: describes quantized weights, {what}"
             elif method is not None and not is_one_of(method, METHODS):
                 yield (
                     f"{CONFIG}: {prefix}{key} declares quant_method {shown(repr(method))}, which fp4kit does not read;"

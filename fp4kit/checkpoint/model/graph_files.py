@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from importlib import import_module
 from math import prod
 from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
@@ -167,12 +166,9 @@ def read_graph(path: Path) -> tuple[GraphFile]:
     return (GraphFile(file.path, file.name, file.size, ordered, {}, layers),)
 
 
-def _package(path: Path, name: str) -> Any:
-    try:
-        return import_module(name)
-    except ImportError as error:
-        why = f"reading it needs the package {name} ({error}); pip install 'fp4kit[{name}]'"
-        raise CheckpointError(f"{shown(path.name)}: {why}") from None
+def _missing(path: Path, name: str, error: ImportError) -> CheckpointError:
+    why = f"reading it needs the package {name} ({error}); pip install 'fp4kit[{name}]'"
+    return CheckpointError(f"{shown(path.name)}: {why}")
 
 
 def _unusable(path: Path, error: object) -> CheckpointError:
@@ -204,6 +200,8 @@ def _check_all_read(constants: Mapping[str, Located], found: Iterable[Decoded], 
 
 # Layers ---------------------------------------------------------------------------------------------------------------
 
+# What tools add to the name of a layer, the last part first: Model-Optimizer for ONNX, and PyTorch.
+_SUFFIXES = ("_f4", "/fp8_weights", "/weight_quantizer", ".weight")
 _BLOCKS = {"NVFP4": 16, "MXFP4": 32, "MXFP8": 32}  # elements per block
 
 
@@ -232,7 +230,9 @@ def _layer(found: Decoded, producer: str) -> Weight:
     stack = "columns" if is_turned else form.stack
     form = replace(form, block=(1, block or columns), stack=stack, arithmetic=found.arithmetic)
     name = codes.entry.name
-    module = name.removesuffix("_f4").removesuffix(".weight")
+    module = name
+    for end in _SUFFIXES:
+        module = module.removesuffix(end)
     return Weight(module, name, (*shape[:-2], rows, columns), form, parts, is_turned)
 
 
@@ -281,7 +281,11 @@ _STEPS = ("Convert", "Multiply", "Subtract", "Reshape")  # operations that decod
 
 def _read_ir(path: Path) -> tuple[dict[str, Located], list[Decoded], str]:
     """Return (constants, decoded values, producer) of an OpenVINO IR."""
-    openvino, data = _package(path, "openvino"), path.with_suffix(".bin")
+    try:
+        import openvino
+    except ImportError as error:
+        raise _missing(path, "openvino", error) from None
+    data = path.with_suffix(".bin")
     if not data.is_file():
         raise CheckpointError(f"{shown(data.name)}: is missing beside {shown(path.name)}; copy both files")
     places, size = _places(path), data.stat().st_size
@@ -409,7 +413,10 @@ _ONNX_KINDS = {
 
 def _read_onnx(path: Path) -> tuple[dict[str, Located], list[Decoded], str]:
     """Return (constants, decoded values, producer) of an ONNX model."""
-    onnx = _package(path, "onnx")
+    try:
+        import onnx
+    except ImportError as error:
+        raise _missing(path, "onnx", error) from None
     try:
         model = onnx.load(path, load_external_data=False)
     except Exception as error:  # protobuf's DecodeError, or what a damaged file raises

@@ -84,7 +84,7 @@ def inspect_checkpoint(path: str | Path) -> Checkpoint:
         config, beside = model_files.load_configs(place)
         return Checkpoint(place, config, beside, *parts)
     if not os.path.lexists(place) and not first_parts_of(place):
-        what = "a model directory, or a file in safetensors, GGUF, OpenVINO IR or ONNX is needed"
+        what = "a model directory, a .safetensors or a GGUF file is needed"
         raise CheckpointError(f"{place}: does not exist; {what}{model_files.hint_on_path(place)}")
     if is_graph(place):
         return Checkpoint(place, {}, None, read_graph(place))
