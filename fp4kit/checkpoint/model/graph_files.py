@@ -290,6 +290,10 @@ def _read_ir(path: Path) -> tuple[dict[str, Located], list[Decoded], str]:
         raise CheckpointError(f"{shown(data.name)}: is missing beside {shown(path.name)}; copy both files")
     places, size = _places(path), data.stat().st_size
     file = SafetensorsFile(data, data.name, size, (), {})
+    for name, (start, nbytes) in places.items():
+        if min(start, nbytes) < 0 or start + nbytes > size:
+            why = f"ends at byte {start + nbytes} of {shown(data.name)}, which has {size} bytes; copy the file again"
+            raise CheckpointError(f"{shown(name)}: {why}")
     try:
         nodes = [*openvino.Core().read_model(str(path)).get_ordered_ops()]
     except RuntimeError as error:
@@ -497,7 +501,7 @@ class _Onnx:
         if node is None or node.op_type not in _DEQUANTIZE or not depth or len(node.input) < 2:
             return Formula("an input" if node is None else node.op_type)
         codes, scales = (self._formula(one, depth - 1) for one in node.input[:2])
-        text = f"({scales.text})" if " " in scales.text else scales.text
+        text = f"({scales.text})" if " * " in scales.text else scales.text
         return Formula(f"{codes.text} * {text}", codes.constants + scales.constants)
 
     def use(self, name: str) -> str:

@@ -251,7 +251,7 @@ def recorded(checkpoint: model_files.Source) -> Recipe | None:
 
 def _usual(weight: Weight, form: Container) -> Recipe:
     """Return a recipe that the container can store, for a layer without a recorded recipe."""
-    own = f"{form.kind}-{form.name.split()[0]}"
+    own = f"{form.kind.removesuffix(' groups')}-{'nncf' if form.method == 'openvino' else form.name.split()[0]}"
     ids = [one for one in RECIPES if one == own or one.startswith(f"{own}-")]
     ids += [_USUAL.get(form.kind, own), *ALL_RECIPES]
     found = next((ALL_RECIPES[one] for one in ids if one in ALL_RECIPES and form.stores(ALL_RECIPES[one])), None)
