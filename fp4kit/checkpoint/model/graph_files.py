@@ -153,7 +153,12 @@ def read_graph(path: Path) -> tuple[GraphFile]:
     """Return the constants of an OpenVINO or ONNX model, as the only file of a model."""
     constants, decoded, producer = _READERS[path.suffix.lower()](path)
     scales = {part.entry.name for one in decoded for part in one.parts[1:]}
-    found = [one for one in decoded if one.parts[0].entry.name not in scales]
+    unique: dict[str, Decoded] = {}
+    for one in decoded:
+        name = one.parts[0].entry.name
+        if name not in scales and unique.setdefault(name, one)[:-1] != one[:-1]:
+            raise CheckpointError(f"{shown(name)}: is decoded in two ways, which fp4kit does not read")
+    found = [*unique.values()]
     integers = {one.parts[0].entry.name: _integers(one) for one in found if one.kind == "INT8"}
     beside = {part.entry.name for one in found if one.kind == "INT8" for part in one.parts} - set(integers)
     beside |= {name for one in found for name in one.beside}
@@ -177,12 +182,12 @@ def _unusable(path: Path, error: object) -> CheckpointError:
     return CheckpointError(f"{shown(path.name)}: not a usable model: {why}; export or copy it again")
 
 
-def _located(file: SafetensorsFile, entry: TensorEntry, available: int) -> Located:
+def _located(file: SafetensorsFile, entry: TensorEntry, available: int, name: str) -> Located:
     """Return the place of a constant, after checking that its bytes are there and fit its dtype and shape."""
     needed = nbytes_of(entry.dtype, entry.shape)
     if entry.nbytes != needed or needed > available:
         have, what = max(min(entry.nbytes, available), 0), f"{entry.dtype} {list(entry.shape)}"
-        why = f"{what} needs {needed} bytes, but {file.label} has {have}; copy the file again"
+        why = f"{what} needs {needed} bytes, but {shown(name)} has {have}; copy the file again"
         raise CheckpointError(f"{shown(entry.name)}: {why}")
     return Located(file, entry)
 
@@ -210,7 +215,8 @@ def _layer(found: Decoded, producer: str) -> Weight:
     codes, first, *rest = found.parts
     shape, axis, block = found.shape, found.axis, found.block
     end = "" if found.kind in _BLOCKS or not block else " per row" if block == shape[axis] else " per group"
-    if len(shape) not in (2, 3) or block != _BLOCKS.get(found.kind, block) or (found.kind == "FP4" and not block):
+    fits = len(shape) in (2, 3) and 0 not in shape and block == _BLOCKS.get(found.kind, block)
+    if not fits or (found.kind == "FP4" and not block):
         raise _misfit(found)
     form = container(f"{producer} {found.kind}{' per group' if found.kind == 'FP4' else end}")
     dtype, bits = ("U8", 4) if form.element.bits == 4 else ("F8_E4M3", 8)
@@ -305,7 +311,7 @@ def _read_ir(path: Path) -> tuple[dict[str, Located], list[Decoded], str]:
         if kind not in _IR_TYPES or place is None:
             raise CheckpointError(f"{shown(name)}: is a constant of type {kind}, which fp4kit does not read")
         entry = TensorEntry(name, _IR_TYPES[kind], tuple(node.shape), *place)
-        constants[name] = _located(file, entry, size - entry.start)
+        constants[name] = _located(file, entry, size - entry.start, data.name)
     found = [*_decoded_in_ir(nodes, constants)]
     _check_all_read(constants, found, lambda name: _formula_in_ir(_last_step(owners[name])).text)
     return constants, found, "openvino"
@@ -361,7 +367,7 @@ def _formula_in_ir(node: Any, depth: int = 8) -> Formula:
 
 def _decoded_in_ir(nodes: Iterable[Any], constants: Mapping[str, Located]) -> Iterator[Decoded]:
     for node in nodes:
-        formula = _formula_in_ir(node) if node.get_type_name() == "Multiply" else Formula("")
+        formula = _formula_in_ir(node, 5) if node.get_type_name() == "Multiply" else Formula("")
         kind = _IR_KINDS.get(formula.text)
         if kind is None:
             continue
@@ -427,8 +433,11 @@ def _read_onnx(path: Path) -> tuple[dict[str, Located], list[Decoded], str]:
         raise _unusable(path, error) from None
     graph = _Onnx(path, onnx)
     graph.add(model.graph)
-    for function in model.functions:
-        graph.add(function)
+    inner = [one.name for each in model.functions for node in each.node for one in node.attribute if one.HasField("t")]
+    if inner:
+        raise CheckpointError(
+            f"{shown(path.name)}: has {len(inner)} constants in functions, which fp4kit does not read"
+        )
     found = [*graph.decoded()]
     _check_all_read(graph.constants, found, lambda name: graph.use(name))
     return graph.constants, found, "onnx"
@@ -442,26 +451,38 @@ class _Onnx:
         self._file = SafetensorsFile(path, path.name, path.stat().st_size, (), {})
         self.constants: dict[str, Located] = {}
         self._types: dict[str, str] = {}
-        self._made: dict[str, Any] = {}  # name of a value -> the node that makes it
+        self._made: dict[str, Any] = {}  # name of a value -> its node; None if nodes of several graphs use the name
         self._nodes: list[Any] = []
 
     def add(self, graph: Any) -> None:
-        """Add the constants and nodes of a graph or function."""
-        for tensor in getattr(graph, "initializer", ()):
+        """Add the constants and nodes of a graph and of the graphs in it."""
+        for tensor in graph.initializer:
             self._add_constant(tensor.name, tensor)
-        if len(getattr(graph, "sparse_initializer", ())):
+        if len(graph.sparse_initializer):
             raise CheckpointError(f"{shown(self._path.name)}: has sparse initializers, which fp4kit does not read")
         for node in graph.node:
             for attribute in node.attribute:
                 for inner in (attribute.g, *attribute.graphs) if attribute.type in (5, 10) else ():
                     self.add(inner)
-                if node.op_type == "Constant" and attribute.name == "value":
-                    self._add_constant(node.output[0], attribute.t)
-            self._made |= dict.fromkeys(node.output, node)
+                if node.op_type == "Constant":
+                    self._add_constant(node.output[0], self._tensor_of(attribute, node.output[0]))
+            self._made |= {name: None if name in self._made else node for name in node.output}
             self._nodes.append(node)
 
+    def _tensor_of(self, attribute: Any, name: str) -> Any:
+        """Return the value of a Constant node, which may be a tensor, or one or several numbers."""
+        kind = {1: np.float32, 6: np.float32, 2: np.int64, 7: np.int64}.get(attribute.type)
+        if kind is None and attribute.type != 4:
+            raise CheckpointError(f"{shown(name)}: is a {attribute.name} of a node, which fp4kit does not read")
+        value = self._onnx.helper.get_attribute_value(attribute)
+        return value if kind is None else self._onnx.numpy_helper.from_array(np.array(value, kind))
+
+    def _kind(self, number: int) -> str:
+        known = self._onnx.TensorProto.DataType
+        return str(known.Name(number)) if number in known.values() else f"number {number}"
+
     def _add_constant(self, name: str, tensor: Any) -> None:
-        kind = self._onnx.TensorProto.DataType.Name(tensor.data_type)
+        kind = self._kind(tensor.data_type)
         if name in self.constants or kind not in _ONNX_TYPES:
             why = "two constants have this name" if name in self.constants else f"is a constant of type {kind}"
             raise CheckpointError(f"{shown(name)}: {why}, which fp4kit does not read")
@@ -477,7 +498,7 @@ class _Onnx:
             low = np.array(tensor.int32_data, np.uint8) if nbytes_of(dtype, shape) <= prod(shape) else None
             data = (self._onnx.numpy_helper.to_array(tensor) if low is None else low).tobytes()
         entry = InlineEntry(name, dtype, shape, 0, len(data), data)
-        self.constants[name] = _located(self._file, entry, len(data))
+        self.constants[name] = _located(self._file, entry, len(data), self._path.name)
 
     def _external(self, name: str, dtype: str, shape: tuple[int, ...], facts: Mapping[str, str]) -> Located:
         """Return the place of a constant in a file of its own, which must be in the folder of the model."""
@@ -492,14 +513,14 @@ class _Onnx:
         except ValueError:
             raise CheckpointError(f"{shown(name)}: its offset or length is no number; export it again") from None
         entry = ExternalEntry(name, dtype, shape, start, nbytes, path)
-        return _located(self._file, entry, path.stat().st_size - start)
+        return _located(self._file, entry, path.stat().st_size - start if start >= 0 else 0, path.name)
 
     def _formula(self, name: str, depth: int = 3) -> Formula:
         if name in self.constants:
             return Formula(self._types[name], (name,))
         node = self._made.get(name)
         if node is None or node.op_type not in _DEQUANTIZE or not depth or len(node.input) < 2:
-            return Formula("an input" if node is None else node.op_type)
+            return Formula("an input" if node is None else str(node.op_type))
         codes, scales = (self._formula(one, depth - 1) for one in node.input[:2])
         text = f"({scales.text})" if " * " in scales.text else scales.text
         return Formula(f"{codes.text} * {text}", codes.constants + scales.constants)
@@ -524,16 +545,16 @@ class _Onnx:
             facts = self._attributes(node)
             axis, block = facts.get("axis", 1), facts.get("block_size", 0)
             axis = axis - len(shape) if axis >= 0 else axis
-            found = Decoded(kind, parts, shape, axis, block, arithmetic, zeros)
-            if block:
-                blocks = [*shape]
-                blocks[axis] //= block
-                fits = axis in (-1, -2) and shape[axis] % block == 0 and scales == tuple(blocks)
-            elif prod(scales) == 1:
+            found, fits = Decoded(kind, parts, shape, axis, block, arithmetic, zeros), False
+            if not block and prod(scales) == 1:
                 found, fits = found._replace(axis=-1), True
-            else:  # one scale per element of the axis: blocks are whole lines of the other axis
-                fits = len(shape) == 2 and scales == (shape[axis],)
-                found = found._replace(axis=-3 - axis, block=shape[-3 - axis] if fits else 0)
+            elif axis in (-1, -2) and len(shape) > 1:
+                blocks = [*shape]
+                blocks[axis] //= block or 1
+                fits = block > 0 and shape[axis] % block == 0 and scales == tuple(blocks)
+                if not block and len(shape) == 2:  # one scale per element: blocks are whole lines of the other axis
+                    fits = scales == (shape[axis],)
+                    found = found._replace(axis=-3 - axis, block=shape[-3 - axis])
             if not fits:
                 raise _misfit(found)
             yield found
@@ -546,7 +567,7 @@ class _Onnx:
         number = self._attributes(node).get("output_dtype", 0)
         if not number and node.input[1] in self._made and node.input[1] not in self._types:
             return self._result(self._made[node.input[1]])  # scales that a node computes
-        kind = self._onnx.TensorProto.DataType.Name(number) if number else self._types[node.input[1]]
+        kind = self._kind(number) if number else self._types[node.input[1]]
         dtype = _ONNX_TYPES.get(kind, kind)
         if dtype not in FLOAT_DTYPES:
             raise CheckpointError(f"{shown(node.input[0])}: is decoded to {kind}; FLOAT, FLOAT16 or BFLOAT16 is needed")

@@ -11,14 +11,17 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+import numpy_formats as numpy
 import oracle
 import pytest
 from file_values import decoded, same
-from synthetic import BF16, refused
+from synthetic import BF16, refused, write_file
 
+import fp4kit
 from fp4kit.checkpoint import convert, make_plan
 from fp4kit.checkpoint.identify.run import identify_checkpoint
 from fp4kit.checkpoint.model.inspect import inspect_checkpoint
+from fp4kit.checkpoint.verify.verify import verify
 
 DATA = Path(__file__).parents[2] / "data" / "imports"
 N, K = 16, 64
@@ -120,6 +123,25 @@ def test_forms(onnx: Any, dtype: Any, tmp_path: Path) -> None:
         assert same(found, evaluated(onnx, tmp_path / "m.onnx")), axis
 
 
+def test_blocks_along_k_of_a_turned_weight(onnx: Any, tmp_path: Path) -> None:
+    """A weight [K, N] keeps its codes and scales in another container, and identify names its recipe."""
+    q = fp4kit.quantize(numpy.gaussian(3, 96, 64), "nvfp4-modelopt")
+    codes, scales = fp4kit.unpack(np.asarray(q.packed)), np.asarray(q.block_scale)
+    tensors = [low(onnx, "a.weight_f4", "FLOAT4E2M1", codes.T), low(onnx, "s", "FLOAT8E4M3FN", scales.T)]
+    tensors.append(onnx.numpy_helper.from_array(np.asarray(q.tensor_scale), "t"))
+    nodes = [node(onnx, "s t", "b"), node(onnx, "a.weight_f4 b", "y", axis=0, block_size=16)]
+    path = tmp_path / "m.onnx"
+    onnx.save(model(onnx, tensors, nodes), path)
+    write_file(tmp_path / "x.safetensors", {"a.weight": numpy.gaussian(3, 96, 64)})
+    assert "nvfp4-modelopt" in identify_checkpoint(path, tmp_path / "x.safetensors").sentence
+    assert not [issue for issue in verify(path, tmp_path / "x.safetensors").issues if issue.severity == "error"]
+    assert fp4kit.open_checkpoint(path)["a"].recipe.id == "nvfp4-modelopt"
+    convert(path, tmp_path / "out", format="modelopt")
+    made = oracle.load(tmp_path / "out")
+    assert made["a.weight"] == ("U8", (96, 32), np.asarray(q.packed).tobytes())
+    assert made["a.weight_scale"] == ("F8_E4M3", (96, 4), scales.tobytes())
+
+
 def test_every_code_under_every_power(onnx: Any, tmp_path: Path) -> None:
     """MXFP4 and MXFP8 with scales in FLOAT8E8M0 and all results that output_dtype can ask for."""
     scales = low(onnx, "s", "FLOAT8E8M0", np.arange(256).repeat(8).reshape(256, 8))
@@ -161,6 +183,8 @@ def test_places_of_constants(onnx: Any, tmp_path: Path) -> None:
     typed += [h.make_tensor("zero", types.FLOAT8E4M3FN, [], [0]), h.make_tensor("h", types.FLOAT16, [2], [1.5, 2.5])]
     nodes = [node(onnx, "b t zero", "s"), node(onnx, "w s", "y", axis=1, block_size=16)]
     constants = [h.make_node("Constant", [], [one.name], value=one) for one in typed]
+    numbers = {"value_float": 0.5, "value_floats": [1.0, 2.0], "value_int": 7, "value_ints": [3, 4]}
+    constants += [h.make_node("Constant", [], [key], **{key: value}) for key, value in numbers.items()]
     branch = h.make_graph([*constants, *nodes], "branch", [], [h.make_tensor_value_info("y", types.FLOAT, [2, 32])])
     nested = [h.make_node("If", ["c"], ["z"], then_branch=branch, else_branch=h.make_graph([], "none", [], []))]
     onnx.save(model(onnx, typed, nodes), tmp_path / "typed.onnx")
@@ -172,6 +196,9 @@ def test_places_of_constants(onnx: Any, tmp_path: Path) -> None:
         read = inspect_checkpoint(tmp_path / "typed.onnx")
         entry = read.tensors["h"][1]
         assert entry.computed(read_nothing, 0, 4).tobytes() == np.array([1.5, 2.5], np.float16).tobytes()
+        for key in numbers if made_by is not nodes else ():
+            place, dtype = read.tensors[key][1], np.float32 if "float" in key else np.int64
+            assert place.computed(read_nothing, 0, place.nbytes).tobytes() == np.array(numbers[key], dtype).tobytes()
 
 
 def read_nothing(*place: Any) -> Array:
@@ -182,7 +209,11 @@ def _faults(onnx: Any) -> dict[str, tuple[Any, str]]:
     """Return {what: (model, what the message says)}."""
     scales = onnx.numpy_helper.from_array(np.ones((N, 2), np.float32), "s")
     w4, w8 = low(onnx, "w", "FLOAT4E2M1", C4), low(onnx, "w", "FLOAT8E4M3FN", C8)
-    powers, ones = low(onnx, "s", "FLOAT8E8M0", np.zeros((N, 2))), onnx.numpy_helper.from_array(np.float32(1), "s")
+
+    def ones_of(name: str) -> Any:
+        return onnx.numpy_helper.from_array(np.float32(1), name)
+
+    powers, ones = low(onnx, "s", "FLOAT8E8M0", np.zeros((N, 2))), ones_of("s")
     plain = node(onnx, "w s", "y", axis=1, block_size=32)
     short = low(onnx, "w", "FLOAT4E2M1", C4)
     short.raw_data = short.raw_data[:-3]
@@ -195,6 +226,19 @@ def _faults(onnx: Any) -> dict[str, tuple[Any, str]]:
     cast = onnx.helper.make_node("Cast", ["w"], ["y"], to=1)
     no_scale = onnx.helper.make_node("DequantizeLinear", ["w", "missing"], ["y"], axis=1, block_size=32)
     zeros = low(onnx, "z", "FLOAT8E4M3FN", np.ones((N, 2)))
+    two = [plain, node(onnx, "w t", "z", axis=1, block_size=32)]
+    other = onnx.numpy_helper.from_array(np.full((N, 2), 2, np.float32), "t")
+    text = onnx.helper.make_node("Constant", [], ["y"], value_string="a")
+    newer, empty, back = (low(onnx, "w", "FLOAT8E4M3FN", C8) for _ in range(3))
+    newer.data_type, empty.raw_data = 99, b""
+    empty.dims[0] = 0
+    back.data_location = onnx.TensorProto.EXTERNAL
+    back.external_data.add(key="location", value="m.onnx")
+    back.external_data.add(key="offset", value="-8")
+    inner = onnx.helper.make_node("Constant", [], ["c"], value=scales)
+    function = onnx.helper.make_function("d", "f", [], ["c"], [inner], [onnx.helper.make_opsetid("", 25)])
+    called = model(onnx, [w8, scales], [plain])
+    called.functions.append(function)
     half, whole = node(onnx, "w s", "y", axis=1, block_size=16), node(onnx, "w s", "y", axis=1)
     return {
         "truncated constant": (
@@ -242,6 +286,24 @@ def _faults(onnx: Any) -> dict[str, tuple[Any, str]]:
         "four axes": (
             model(onnx, [low(onnx, "w", "FLOAT8E4M3FN", C8.reshape(4, 4, 8, 8)), ones], [whole]),
             "w: FP8 [4, 4, 8, 8], decoded to [4, 4, 8, 8]",
+        ),
+        "two ways": (model(onnx, [w8, scales, other], two), "w: is decoded in two ways, which fp4kit does not read"),
+        "text": (model(onnx, [w8], [text]), "y: is a value_string of a node, which fp4kit does not read"),
+        "an unknown type": (model(onnx, [newer], []), "w: is a constant of type number 99, which fp4kit does not read"),
+        "no elements": (model(onnx, [empty, ones], [whole]), "w: FP8 [0, 64], decoded to [0, 64], has scales F32 []"),
+        "a place before the file": (model(onnx, [back, scales], [plain]), "w: F8_E4M3 [16, 64] needs 1024 bytes, but"),
+        "functions": (called, "m.onnx: has 1 constants in functions, which fp4kit does not read"),
+        "an axis beyond the last": (
+            model(onnx, [w8, scales], [node(onnx, "w s", "y", axis=7, block_size=32)]),
+            "w: FP8 [16, 64], decoded to [16, 64], has scales F32 [16, 2]",
+        ),
+        "one name in two graphs": (
+            model(
+                onnx,
+                [w8, scales, ones_of("t")],
+                [node(onnx, "s t", "u"), node(onnx, "s t", "u"), node(onnx, "w u", "y")],
+            ),
+            "w: is F8_E4M3, decoded as DequantizeLinear of FLOAT8E4M3FN * an input, which fp4kit does not read",
         ),
         "no constants": (model(onnx, [], []), "m.onnx: has no constants; the weights are missing"),
     }

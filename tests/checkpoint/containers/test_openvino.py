@@ -310,6 +310,10 @@ def _unknown(ov: Any) -> dict[str, tuple[Any, str]]:
             op.multiply(half, op.constant(np.ones((2, 1, 32), np.float16))),
             "w: FP4 [4, 32], decoded to [2, 4, 32], has scales F16 [2, 1, 32]",
         ),
+        "two ways": (
+            op.add(op.multiply(half, ones), op.multiply(half, op.constant(np.zeros((4, 1), np.float16)))),
+            "w: is decoded in two ways, which fp4kit does not read",
+        ),
         "NF4": (op.multiply(op.convert(nf4, types.f16), ones), "w: is a constant of type nf4, which fp4kit does not"),
     }
 
