@@ -313,7 +313,7 @@ class Container:
     @property
     def _values(self) -> tuple[object, ...]:
         # For FP8 with one scale per layer or per row, the kind stands for the block, which is (1, 0) in both.
-        more = COLUMN_SCALE in self.suffixes, LOW_RANK_A in self.suffixes
+        more = COLUMN_SCALE in self.suffixes, LOW_RANK_A in self.suffixes, self.scale == E8M0 or self.arithmetic
         block = self.kind if self.scale is None and self.block[0] == 1 else self.block
         return self.element, self.scale, block, more
 

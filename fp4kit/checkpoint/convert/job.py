@@ -29,7 +29,7 @@ import numpy as np
 from fp4kit.calibration import input_global_scale, input_scale
 from fp4kit.checkpoint.containers import table
 from fp4kit.checkpoint.model.weights import Located, Weight
-from fp4kit.formats import E4M3, E8M0, FLT_MAX, FLT_MIN
+from fp4kit.formats import E4M3, FLT_MAX, FLT_MIN
 from fp4kit.layouts import pack_gguf, swizzle_scales
 from fp4kit.recipes import Recipe
 from fp4kit.storage.files import CheckpointError, shown
@@ -91,10 +91,7 @@ def action_of(weight: Weight, form: table.Container | None) -> str:
 def is_rounded(weight: Weight) -> bool:
     """Return whether decoding rounds the values of a weight to 16 bits, the dtype of its scales."""
     place = weight.parts.get(table.SCALES, weight.parts.get(table.TENSOR_SCALE))
-    form = weight.container
-    if form is not None and form.arithmetic != ("F32", "F32") and form.scale != E8M0:  # powers of two stay exact
-        return True
-    rounds = form is not None and form.rounds
+    rounds = weight.container is not None and weight.container.rounds
     return rounds and place is not None and place.entry.dtype != "F32"
 
 

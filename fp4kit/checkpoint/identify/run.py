@@ -18,16 +18,8 @@ from zlib import crc32
 import numpy as np
 import numpy.typing as npt
 
-from fp4kit.checkpoint.containers.table import (
-    CODES,
-    COLUMN_SCALE,
-    LOW_RANK_A,
-    OUTER_COLUMNS,
-    OUTER_SCALE,
-    SCALES,
-    TENSOR_SCALE,
-    Container,
-)
+from fp4kit.checkpoint.containers import table
+from fp4kit.checkpoint.containers.table import CODES, COLUMN_SCALE, LOW_RANK_A, SCALES, TENSOR_SCALE, Container
 from fp4kit.checkpoint.executors import Options, executor_of, pending_limit, run_all
 from fp4kit.checkpoint.identify import verdicts
 from fp4kit.checkpoint.identify.corruptions import StoredLayer
@@ -38,16 +30,7 @@ from fp4kit.checkpoint.model.closed_world import check_model
 from fp4kit.checkpoint.model.doubts import doubt_of, is_empty
 from fp4kit.checkpoint.model.inspect import Checkpoint, quantization_summary, recorded
 from fp4kit.checkpoint.model.model_files import Source, open_source
-from fp4kit.checkpoint.model.slabs import (
-    Readers,
-    codes_of,
-    inner_of,
-    outer_scales,
-    scales_of,
-    slabs,
-    tensor_scale_of,
-    values_of,
-)
+from fp4kit.checkpoint.model.slabs import Readers, inner_of, outer_scales, scales_of, slabs, tensor_scale_of, values_of
 from fp4kit.checkpoint.model.statistics import amax_and_nonfinite, doubts_of, reference_of, sampled_magnitudes
 from fp4kit.checkpoint.model.transforms import Counterparts, Origin, TurnedOrigin, undo
 from fp4kit.checkpoint.model.weights import Located, Weight, WeightRotation, weights_of
@@ -205,7 +188,9 @@ class PairReader:
     def some(self, spec: LayerSpec) -> LayerPair:
         """Read the rows of a layer that are compared first, and the same rows of its source."""
         spans = spec.spans
-        regular = spec.origin.shape == spec.weight.shape[-2:] and not {LOW_RANK_A, OUTER_SCALE} & set(spec.weight.parts)
+        regular = spec.origin.shape == spec.weight.shape[-2:] and not {LOW_RANK_A, table.OUTER_SCALE} & set(
+            spec.weight.parts
+        )
         if not regular:
             return self.whole(spec)
         x = self._values(spec, spans)
@@ -231,8 +216,8 @@ class PairReader:
             return LayerPair(spec.name, parts, self._rest(spec), is_rest=True, **spec.facts)
         other = None if spec.partner is None else spec.partner.values(self._readers)
         x, amaxes = spec.origin.values(self._readers), self._group_amaxes(spec)
-        if OUTER_SCALE in spec.weight.parts:
-            outer = np.repeat(outer_scales(self._readers, spec.weight, spec.expert), OUTER_COLUMNS, axis=1)
+        if table.OUTER_SCALE in spec.weight.parts:
+            outer = np.repeat(outer_scales(self._readers, spec.weight, spec.expert), table.OUTER_COLUMNS, axis=1)
             with np.errstate(all="ignore"):
                 x = x.astype(np.float32) / outer[:, : x.shape[1]]
         return LayerPair(spec.name, parts, x, other, spec.second, spec.heads, amaxes, **spec.facts)
@@ -317,7 +302,7 @@ _LAYER_AT_ONCE = (
 def sample_spans(weight: Weight) -> RowRanges | None:
     """Return the rows of a matrix of a weight to compare with its source; None if only all rows will do."""
     form, rows = weight.form, weight.shape[-2]
-    if rows <= SAMPLED_ROWS or {LOW_RANK_A, OUTER_SCALE} & set(weight.parts) or not _is_regular(weight):
+    if rows <= SAMPLED_ROWS or {LOW_RANK_A, table.OUTER_SCALE} & set(weight.parts) or not _is_regular(weight):
         return None
     is_fp8 = form.scale is None or form.block[0] > 1
     height = lcm(16, form.block[0]) if is_fp8 else lcm(*(r.block_rows for r in recipes_of(_any_recipe(form))), 4)
@@ -378,7 +363,7 @@ def stored_layer(
 ) -> StoredLayer | Fp8Layer:
     """Read one layer of a quantized weight, and return its parts with linear block scales and the low nibble first."""
     form = weight.form
-    if OUTER_SCALE in weight.parts:
+    if table.OUTER_SCALE in weight.parts:
         weight = inner_of(weight)  # the source is divided by the outer scales
         form = weight.form
     if form.scale is None or form.block[0] > 1:
@@ -401,7 +386,7 @@ def _fp8_layer(weight: Weight, expert: int, readers: Readers, span: tuple[int, i
     """Read one layer of FP8 codes with one scale per tensor, per row or per square block."""
     form = weight.form
     slab = next(slabs(readers, weight, expert, span, max_bytes=1 << 40))
-    codes = codes_of(form, np.asarray(slab.codes).view(np.uint8).reshape(len(slab.codes), -1))
+    codes = unpacked(np.asarray(slab.codes).view(np.uint8).reshape(len(slab.codes), -1), form.element.packing)
     if form.is_cast:
         return Fp8Layer(codes, np.ones((1, 1), np.float32), "tensor", element=form.element, is_cast=True)
     if TENSOR_SCALE in weight.parts:

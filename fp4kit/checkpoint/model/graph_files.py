@@ -17,17 +17,8 @@ import numpy as np
 
 from fp4kit.checkpoint.containers.table import CODES, SCALES, TENSOR_SCALE, container
 from fp4kit.checkpoint.model.weights import Located, Weight
-from fp4kit.storage.files import (
-    FLOAT_DTYPES,
-    NUMPY_DTYPES,
-    Bytes,
-    CheckpointError,
-    SafetensorsFile,
-    TensorEntry,
-    listed,
-    nbytes_of,
-    shown,
-)
+from fp4kit.storage import files
+from fp4kit.storage.files import Bytes, CheckpointError, SafetensorsFile, TensorEntry, shown
 
 _LOW = ("F4", "F8_E4M3", "F8_E5M2", "F8_E8M0")
 _INTEGERS = ("8", "16", "32", "64")
@@ -109,9 +100,9 @@ class IntegerEntry(TensorEntry):
         values = values.reshape(-1, columns)
         if self.zero_point is not None:
             values -= read(self.zero_point).view(integers)[first:end, None]
-        scale = read(self.scale).view(NUMPY_DTYPES[self.scale.dtype])[first:end, None]
+        scale = read(self.scale).view(files.NUMPY_DTYPES[self.scale.dtype])[first:end, None]
         with np.errstate(over="ignore", invalid="ignore"):
-            raw = (values * scale.astype(np.float32)).astype(NUMPY_DTYPES[self.dtype])
+            raw = (values * scale.astype(np.float32)).astype(files.NUMPY_DTYPES[self.dtype])
         return raw.reshape(-1).view(np.uint8)[start - first * width :][:count]
 
 
@@ -184,7 +175,7 @@ def _unusable(path: Path, error: object) -> CheckpointError:
 
 def _located(file: SafetensorsFile, entry: TensorEntry, available: int, name: str) -> Located:
     """Return the place of a constant, after checking that its bytes are there and fit its dtype and shape."""
-    needed = nbytes_of(entry.dtype, entry.shape)
+    needed = files.nbytes_of(entry.dtype, entry.shape)
     if entry.nbytes != needed or needed > available:
         have, what = max(min(entry.nbytes, available), 0), f"{entry.dtype} {list(entry.shape)}"
         why = f"{what} needs {needed} bytes, but {shown(name)} has {have}; copy the file again"
@@ -200,7 +191,7 @@ def _check_all_read(constants: Mapping[str, Located], found: Iterable[Decoded], 
         if entry.dtype in _LOW and name not in read:
             texts.setdefault(f"{entry.dtype}, decoded as {use(name)}, which fp4kit does not read", []).append(name)
     if texts:
-        raise CheckpointError("; ".join(f"{listed(names)}: is {shown(why)}" for why, names in texts.items()))
+        raise CheckpointError("; ".join(f"{files.listed(names)}: is {shown(why)}" for why, names in texts.items()))
 
 
 # Layers ---------------------------------------------------------------------------------------------------------------
@@ -228,7 +219,7 @@ def _layer(found: Decoded, producer: str) -> Weight:
         kind = {"F8_E8M0": "U8"}.get(first.entry.dtype, first.entry.dtype)
         parts[SCALES] = Located(first.file, replace(first.entry, dtype=kind, shape=tuple(blocks)))
     for one in rest if block else (first,):
-        if prod(one.entry.shape) != 1 or one.entry.dtype not in FLOAT_DTYPES:
+        if prod(one.entry.shape) != 1 or one.entry.dtype not in files.FLOAT_DTYPES:
             raise _misfit(found)
         parts[TENSOR_SCALE] = Located(one.file, replace(one.entry, shape=()))
     is_turned = axis == -2  # stored as [K, N], with 4-bit codes of neighboring columns n in a byte
@@ -256,7 +247,7 @@ def _integers(found: Decoded) -> IntegerEntry:
     shape, dtype = codes.shape, found.arithmetic[1]
     if found.shape != shape or any(prod(one.shape) != prod(shape[:-1]) for one in (*zero_point, scale)):
         raise _misfit(found)
-    nbytes = nbytes_of(dtype, shape)
+    nbytes = files.nbytes_of(dtype, shape)
     zero = zero_point[0] if zero_point else None
     return IntegerEntry(codes.name, dtype, shape, codes.start, nbytes, codes, zero, scale)
 
@@ -495,7 +486,7 @@ class _Onnx:
             return
         data = tensor.raw_data
         if not data and prod(shape):  # elements of at most 8 bits are bytes, one per int32
-            low = np.array(tensor.int32_data, np.uint8) if nbytes_of(dtype, shape) <= prod(shape) else None
+            low = np.array(tensor.int32_data, np.uint8) if files.nbytes_of(dtype, shape) <= prod(shape) else None
             data = (self._onnx.numpy_helper.to_array(tensor) if low is None else low).tobytes()
         entry = InlineEntry(name, dtype, shape, 0, len(data), data)
         self.constants[name] = _located(self._file, entry, len(data), self._path.name)
@@ -509,7 +500,7 @@ class _Onnx:
             raise CheckpointError(f"{shown(name)}: {why}; copy all files of the model")
         try:
             start = int(facts.get("offset", 0))
-            nbytes = int(facts.get("length", nbytes_of(dtype, shape)))
+            nbytes = int(facts.get("length", files.nbytes_of(dtype, shape)))
         except ValueError:
             raise CheckpointError(f"{shown(name)}: its offset or length is no number; export it again") from None
         entry = ExternalEntry(name, dtype, shape, start, nbytes, path)
@@ -569,7 +560,7 @@ class _Onnx:
             return self._result(self._made[node.input[1]])  # scales that a node computes
         kind = self._kind(number) if number else self._types[node.input[1]]
         dtype = _ONNX_TYPES.get(kind, kind)
-        if dtype not in FLOAT_DTYPES:
+        if dtype not in files.FLOAT_DTYPES:
             raise CheckpointError(f"{shown(node.input[0])}: is decoded to {kind}; FLOAT, FLOAT16 or BFLOAT16 is needed")
         return dtype
 

@@ -229,6 +229,7 @@ def _faults(onnx: Any) -> dict[str, tuple[Any, str]]:
     two = [plain, node(onnx, "w t", "z", axis=1, block_size=32)]
     other = onnx.numpy_helper.from_array(np.full((N, 2), 2, np.float32), "t")
     text = onnx.helper.make_node("Constant", [], ["y"], value_string="a")
+    one_by_one = np.ones((1, 1), np.float32)
     newer, empty, back = (low(onnx, "w", "FLOAT8E4M3FN", C8) for _ in range(3))
     newer.data_type, empty.raw_data = 99, b""
     empty.dims[0] = 0
@@ -290,6 +291,12 @@ def _faults(onnx: Any) -> dict[str, tuple[Any, str]]:
         "two ways": (model(onnx, [w8, scales, other], two), "w: is decoded in two ways, which fp4kit does not read"),
         "text": (model(onnx, [w8], [text]), "y: is a value_string of a node, which fp4kit does not read"),
         "an unknown type": (model(onnx, [newer], []), "w: is a constant of type number 99, which fp4kit does not read"),
+        "one scale for four blocks": (
+            model(
+                onnx, [low(onnx, "w", "FLOAT8E4M3FN", C8[:1]), onnx.numpy_helper.from_array(one_by_one, "s")], [half]
+            ),
+            "w: FP8 [1, 64], decoded to [1, 64], has scales F32 [1, 1]",
+        ),
         "no elements": (model(onnx, [empty, ones], [whole]), "w: FP8 [0, 64], decoded to [0, 64], has scales F32 []"),
         "a place before the file": (model(onnx, [back, scales], [plain]), "w: F8_E4M3 [16, 64] needs 1024 bytes, but"),
         "functions": (called, "m.onnx: has 1 constants in functions, which fp4kit does not read"),
@@ -310,6 +317,9 @@ def _faults(onnx: Any) -> dict[str, tuple[Any, str]]:
 
 
 def test_faults_are_refused_by_name(onnx: Any, tmp_path: Path) -> None:
+    (tmp_path / "secret.bin").write_bytes(bytes(512))
+    tmp_path /= "model"
+    tmp_path.mkdir()
     for what, (made, text) in _faults(onnx).items():
         (tmp_path / "m.onnx").write_bytes(made.SerializeToString())
         for read in (inspect_checkpoint, make_plan):

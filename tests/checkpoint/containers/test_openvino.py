@@ -107,6 +107,20 @@ def test_recorded_models_are_identified(ov: Any) -> None:
     ]
 
 
+def test_other_formats_keep_codes_only_if_values_stay_equal(ov: Any, tmp_path: Path) -> None:
+    """Powers of two as scales stay exact in float16; products with other scales do not."""
+    convert(DATA / "nncf_mxfp4.xml", tmp_path / "out", format="compressed-tensors")
+    convert(tmp_path / "out", tmp_path / "back", format="bf16")
+    found, made = decoded(DATA / "nncf_mxfp4.xml"), oracle.load(tmp_path / "back")
+    assert all(made[name][2] == found[name].astype(BF16).tobytes() for name in (f"{DOWN}.weight", f"{UP}.weight"))
+    codes = inspect_checkpoint(DATA / "nncf_mxfp4.xml").layers[UP].located
+    with Readers() as readers:
+        assert oracle.load(tmp_path / "out")[f"{UP}.weight_packed"][2] == readers.bytes(codes).tobytes()
+    for name in ("nncf_nvfp4", "nncf_fp8"):
+        with refused("would change its values; use --requantize to allow that"):
+            make_plan(DATA / f"{name}.xml", format="compressed-tensors")
+
+
 # Models made here -----------------------------------------------------------------------------------------------------
 
 
