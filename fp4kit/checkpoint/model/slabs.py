@@ -455,8 +455,7 @@ class _TransposedReader:
     """Read rows of one matrix of a stack that is stored transposed, as [E, K, N].
 
     A matrix of at most WHOLE_EXPERT bytes, or of 4-bit codes in pairs, is read when this object is made, and stays in
-    memory. Rows of a larger
-    matrix are read on each call of ``rows``, with one read per column.
+    memory. Rows of a larger matrix are read on each call of ``rows``, with one read per column.
 
     Args:
         readers: where to read the tensor from.
