@@ -71,6 +71,22 @@ def test_recorded_layers_have_the_values_of_the_tool(tmp_path: Path) -> None:
         assert texts == set()
 
 
+def test_identify_names_the_recipes_of_the_tool(tmp_path: Path) -> None:
+    """Recipes of the specification alone are tried on its files, also where codes were changed afterwards."""
+    source = DATA / "msmodelslim_source.safetensors"
+    made = {one.name: one.explanation.recipes for one in identify_checkpoint(RECORDED, source).layers}
+    assert made[f"{LAYER}self_attn.q_proj"] == ("mxfp8-msmodelslim", "mxfp8-msmodelslim-mse")
+    assert all("mxfp4-msmodelslim" in made[f"{LAYER}{name}"] for name in ("self_attn.k_proj", "mlp.gate_proj"))
+    assert "mxfp4-msmodelslim" in made[DOWN]
+    tensors, types = recorded()
+    for name in (f"{LAYER}self_attn.k_proj.weight", f"{LAYER}self_attn.q_proj.weight"):
+        tensors[name] = tensors[name].copy()
+        tensors[name].view(np.uint8)[::2] ^= 1
+    changed = identify_checkpoint(written(tmp_path / "changed", tensors, types), source).layers
+    causes = {one.name: one.explanation.cause for one in changed if not one.explanation.recipes}
+    assert all("codes by another rule" in causes[f"{LAYER}self_attn.{name}"] for name in ("k_proj", "q_proj"))
+
+
 def test_low_rank_parts_are_added() -> None:
     """A layer of SVD is the sum of its codes and the product of svd_lowrank_l2 and svd_lowrank_l1."""
     tensors, _ = recorded()
