@@ -202,7 +202,6 @@ _BLOCKS = {"NVFP4": 16, "MXFP4": 32, "MXFP8": 32}  # elements per block
 
 
 def _layer(found: Decoded, producer: str) -> Weight:
-    """Return the quantized weight that a graph decodes by a known formula."""
     codes, first, *rest = found.parts
     shape, axis, block = found.shape, found.axis, found.block
     end = "" if found.kind in _BLOCKS or not block else " per row" if block == shape[axis] else " per group"
@@ -242,7 +241,6 @@ def _misfit(found: Decoded) -> CheckpointError:
 
 
 def _integers(found: Decoded) -> IntegerEntry:
-    """Return the decoded values of a matrix of 8-bit integers as a tensor."""
     codes, *zero_point, scale = (one.entry for one in found.parts)
     shape, dtype = codes.shape, found.arithmetic[1]
     if found.shape != shape or any(prod(one.shape) != prod(shape[:-1]) for one in (*zero_point, scale)):
@@ -277,7 +275,6 @@ _STEPS = ("Convert", "Multiply", "Subtract", "Reshape")  # operations that decod
 
 
 def _read_ir(path: Path) -> tuple[dict[str, Located], list[Decoded], str]:
-    """Return (constants, decoded values, producer) of an OpenVINO IR."""
     try:
         import openvino
     except ImportError as error:
@@ -413,7 +410,6 @@ _ONNX_KINDS = {
 
 
 def _read_onnx(path: Path) -> tuple[dict[str, Located], list[Decoded], str]:
-    """Return (constants, decoded values, producer) of an ONNX model."""
     try:
         import onnx
     except ImportError as error:
@@ -446,7 +442,6 @@ class _Onnx:
         self._nodes: list[Any] = []
 
     def add(self, graph: Any) -> None:
-        """Add the constants and nodes of a graph and of the graphs in it."""
         for tensor in graph.initializer:
             self._add_constant(tensor.name, tensor)
         if len(graph.sparse_initializer):
@@ -517,12 +512,10 @@ class _Onnx:
         return Formula(f"{codes.text} * {text}", codes.constants + scales.constants)
 
     def use(self, name: str) -> str:
-        """Return how the graph uses a constant, for a message."""
         node = next((one for one in self._nodes if name in one.input), None)
         return "nothing" if node is None else f"{node.op_type} of {self._formula(node.output[0]).text}"
 
     def decoded(self) -> Iterator[Decoded]:
-        """Yield what the graph decodes by a known formula."""
         for node in self._nodes:
             formula = self._formula(node.output[0]) if node.op_type in _DEQUANTIZE else Formula("")
             kind = _ONNX_KINDS.get(formula.text)
@@ -574,4 +567,5 @@ class _Onnx:
             yield from [name] * bool(name)
 
 
+# Suffix -> the function that reads (constants, decoded values, producer) of a file.
 _READERS = {".xml": _read_ir, ".onnx": _read_onnx}

@@ -132,7 +132,6 @@ def decode(
 
 
 def _as_dtype(values: npt.NDArray[np.float32], dtype: str) -> npt.NDArray[np.float32]:
-    """Return float32 values rounded to a dtype of safetensors."""
     if dtype == "F32":
         return values
     with np.errstate(over="ignore"):
