@@ -553,7 +553,7 @@ def _print_decoded(out: Output, report: ConversionReport) -> None:
     out.line(f"{count} layers in {dtype}, as GGUF has no such type: {exact} exact, {len(lossy)} lossy{more}")
 
 
-_PATHS = "the model directory, safetensors file or GGUF file to read, and the new one to write"
+_PATHS = "the model directory or file (safetensors, GGUF, OpenVINO's .xml, ONNX) to read, and the new one to write"
 _SEARCHED = "fp4kit convert model-f16.gguf model-nvfp4.gguf --recipe nvfp4-gguf"
 
 COMMANDS = {
@@ -583,6 +583,7 @@ COMMANDS = {
                 "also write input scales, so that engines quantize activations"
             ),
             "fp4kit convert Llama-NVFP4 llama-nvfp4.gguf": "write a GGUF file with the codes of a model directory",
+            "fp4kit convert model.xml weights.safetensors --format bf16": "decode the weights of an OpenVINO model",
             _SEARCHED: "quantize a GGUF file",
             f"{_SEARCHED} --scale-search mse --imatrix imatrix.gguf": (
                 "search its block scales, weighted by an importance matrix"

@@ -201,7 +201,7 @@ COMMANDS = {
             "fp4kit inspect Llama-NVFP4": "list the tensors of a model directory",
             "fp4kit inspect model.gguf --json": "print the list as one JSON document",
         },
-        [path_flag("path", "PATH", "model directory, .safetensors or .gguf file")],
+        [path_flag("path", "PATH", "model directory, .safetensors, .gguf, .onnx or OpenVINO's .xml file")],
     ),
     "identify": Command(
         _identify,

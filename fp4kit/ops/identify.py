@@ -418,7 +418,7 @@ def _fault(q: Quantized, x: np.ndarray) -> str:
 
 def candidates_of(own: Recipe) -> Iterator[Recipe]:
     """Yield the recipes that identify tries for a Quantized whose recipe is `own`."""
-    table = (ALL_RECIPES if own.levels else RECIPES).values()
+    table = (ALL_RECIPES if own.specification_only else RECIPES).values()
     yield from (r for r in table if _comparable(own, r))
     if own in table or own.fake_only:
         return
@@ -475,7 +475,8 @@ def _variations(whole: CandidateAmaxes, candidates: Sequence[Recipe]) -> Iterato
     fitting = [
         r
         for r in candidates
-        if r.tensor_scaling == q.recipe.tensor_scaling and not (is_nan and r.tensor_rule in NEVER_NAN)
+        if r.tensor_scaling == q.recipe.tensor_scaling
+        and not (r.specification_only or (is_nan and r.tensor_rule in NEVER_NAN))
     ]
     rounded = [
         r

@@ -316,8 +316,8 @@ class Recipe:
         """How it is known that the recipe gives the bits of its producer.
 
         {"recorded": files of outputs that the producer gave, which `fp4kit recipes --check` compares; "live":
-        producers with versions that `fp4kit recipes --live` ran and found equal}. Empty if the recipe was derived from the
-        producer's source code only, and for a variant that is not in fp4kit's table.
+        producers with versions that `fp4kit recipes --live` ran and found equal}. Empty if the recipe was derived from
+        the producer's source code only, and for a variant that is not in fp4kit's table.
         """
         found: Mapping[str, tuple[str, ...]] = FUNCTIONS["Recipe.evidence"](self)
         return found

@@ -9,13 +9,13 @@ import os
 import secrets
 import stat
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import FileIO
 from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 import ml_dtypes
 import numpy as np
@@ -24,6 +24,8 @@ from safetensors import SafetensorError, safe_open
 
 from fp4kit.formats import FLOATS
 from fp4kit.layouts import GGUF_BLOCKS
+
+Bytes = npt.NDArray[np.uint8]
 
 
 class CheckpointError(ValueError):
@@ -272,6 +274,14 @@ class TensorEntry:
     shape: tuple[int, ...]
     start: int  # bytes from the beginning of the file
     nbytes: int
+    note: ClassVar[str] = ""  # what the user must know about a computed tensor
+
+    def computed(self, read: Callable[..., Bytes], start: int, count: int) -> Bytes | None:
+        """Return ``count`` bytes of a tensor that is not stored as such; None for tensors in files, as usual."""
+        return None
+
+
+_File = TypeVar("_File", bound="SafetensorsFile")  # typing.Self needs Python 3.11
 
 
 @dataclass(frozen=True)
@@ -296,6 +306,26 @@ class SafetensorsFile:
     def label(self) -> str:
         """The file's name as error messages show it."""
         return shown(self.name)
+
+    @property
+    def output_name(self) -> str:
+        """The name of the safetensors file in a directory that holds the converted tensors."""
+        return self.name
+
+    def header(self) -> bytes:
+        """Return the bytes that say which tensors the file has, and where they are."""
+        with self.path.open("rb") as stream:
+            length = stream.read(8)
+            return length + stream.read(int.from_bytes(length, "little"))
+
+    def read_again(self) -> SafetensorsFile:
+        """Read the header again, and return it, to find out whether the file has changed."""
+        return read_header(self.path, self.name)
+
+    @property
+    def bare(self: _File) -> _File:
+        """A copy without what the header says, so that little data is sent to worker processes."""
+        return replace(self, entries=(), metadata={})
 
 
 def unusable(label: str, error: SafetensorError, path: Path | None = None) -> CheckpointError:
@@ -378,6 +408,9 @@ class TensorReader(_OpenFile):
 
     def read_into(self, data: npt.NDArray[np.uint8], entry: TensorEntry, start: int) -> None:
         """Fill ``data`` with bytes of a tensor, beginning at the tensor's byte ``start``."""
+        if (made := entry.computed(self.read_bytes, start, data.size)) is not None:
+            data[:] = made
+            return
         self._stream.seek(entry.start + start)
         done = 0
         while done < data.size:

@@ -93,6 +93,15 @@ class GgufFile(SafetensorsFile):
     fields: tuple[Field, ...] = ()
     head: bytes = field(default=b"", repr=False)
 
+    def header(self) -> bytes:
+        """Return the bytes before those of the tensors."""
+        with self.path.open("rb") as stream:
+            return stream.read(self.data_start)
+
+    def read_again(self) -> GgufFile:
+        """Read the header again, and return it, to find out whether the file has changed."""
+        return read_gguf(self.path, self.name)
+
 
 def is_gguf(path: Path) -> bool:
     """Return True if the path ends in .gguf and is not a directory, or if it is a file that begins with "GGUF"."""

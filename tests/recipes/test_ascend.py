@@ -180,6 +180,16 @@ def test_what_works_with_several_levels(id, tmp_path):
     assert not found.exact and (found.matches[0].recipe, found.matches[0].codes_differ) == (id, 6)
 
 
+@pytest.mark.parametrize("id", [id for id in OURS if not fp4kit.recipe(id).fake_only])
+def test_identify_tries_the_recipes_of_the_specification(id):
+    q = fp4kit.quantize(X[:, :1024], id)
+    assert id in fp4kit.identify(q, X[:, :1024]).exact
+    is_mxfp4 = id.startswith("mxfp4-") and not q.recipe.levels
+    assert ("mxfp4-msmodelslim-4over6" in {match.recipe for match in fp4kit.identify(q, X[:, :1024])}) == is_mxfp4
+    changed = fp4kit.identify(replace(q, packed=q.packed ^ 1), X[:, :1024])
+    assert not changed.exact and not changed.variations
+
+
 REFUSED = {
     "matmul": lambda q: fp4kit.matmul(q, q),
     "transpose": fp4kit.transpose,

@@ -560,25 +560,66 @@ def _declared(value: Any, path: str, layers: _Layers) -> Iterator[Item]:
         yield Item(REFUSED, CONFIG, path, why)
 
 
-# What msmodelslim calls a kind of layers, such as "W4A4_MXFP4".
-_MX_TYPE = re.compile(r"W([48])A\d+_MXFP[48]?")
+# What msmodelslim calls a type of layers, such as "W4A4_MXFP4", if fp4kit reads it -> the end of the container's name.
+_MX_TYPE = re.compile(r"W([48])A\d+_MXFP[48]?(_DUALSCALE|_SVD)?")
+_MX_ENDS = {None: "", "_DUALSCALE": " dual scale", "_SVD": " with low rank"}
+ATTENTION_TYPES = ("C8", "FAQuant")  # types of tensors that hold scales of the KV cache, and of attention
+_TYPE_OF_ATTENTION = re.compile(r"(.+\.)?quant_type|(fa|reduce)_quant_type")
+# Entries of the description that are no tensors -> why they do not change the decoded weights.
+_DESCRIBED = {
+    **dict.fromkeys(("quant_method", "file", "version", "model_quant_type", "group_size"), "agrees with the tensors"),
+    **dict.fromkeys(("kv_quant_type", "kv_cache_type"), "declares a quantized KV cache, not weights"),
+    "optional": "names files with rotations that are merged into the weights",
+}
+
+
+def attention_types(declared: Config) -> dict[str, Any]:
+    """Return the entries of msmodelslim's description that declare quantized attention or communication."""
+    known = ("model_quant_type", "kv_quant_type")
+    return {key: one for key, one in declared.items() if _TYPE_OF_ATTENTION.fullmatch(key) and key not in known}
+
+
+def _container_of_type(kind: str) -> str | None:
+    """Return the name of the container of a type of msmodelslim; None if fp4kit does not read the type."""
+    if kind == "WFP8AFP8_DYNAMIC":
+        return f"{MSMODELSLIM} FP8 per row"
+    match = _MX_TYPE.fullmatch(kind)
+    return match and f"{MSMODELSLIM} mxfp{match[1]}{_MX_ENDS[match[2]]}"
 
 
 def _description(value: Config, layers: _Layers) -> Iterator[Item]:
-    """Yield the items of msmodelslim's description: one per layer that it contradicts, and one for the file."""
-    file, seen = str(value.get("file")), set()
+    """Yield the items of msmodelslim's description: one per entry that is refused, and one for all others."""
+    file, told = (
+        str(value.get("file", CONFIG)),
+        {**_DESCRIBED, **dict.fromkeys(attention_types(value), "declares no weights")},
+    )
+    seen = set()
     for key, one in value.items():
-        module = key.rpartition(".")[0]
-        form = layers.forms.get(module)
-        match = _MX_TYPE.fullmatch(str(one))
-        if module in layers.plain and match and key.endswith(".weight"):
-            yield Item(REFUSED, file, key, f"is {brief(one)}, but {shown(module)} is not quantized")
-        if form is None or module in seen:
+        module, _, leaf = key.rpartition(".")
+        form, kind = layers.forms.get(module), str(one)
+        wanted = _container_of_type(kind)
+        if key in told:
             continue
-        kind = match and f"mxfp{match[1]}"
-        if kind != form.kind and not (str(one) == "FLOAT" and key.endswith(".bias")):
-            seen.add(module)
-            yield Item(REFUSED, file, key, f"is {brief(one)}, but the tensors of {shown(module)} are {form}")
+        if key == "metadata" and isinstance(one, Mapping):
+            why = one and f"is {brief(one)}; rotations of the inputs of layers are not supported"
+        elif not isinstance(one, str) or not module:
+            why = _unknown(one)
+        elif form is None:
+            known = wanted or kind in ("FLOAT", *ATTENTION_TYPES)
+            why = f"is {brief(one)}, a type of weights that fp4kit does not read" if not known else ""
+            why = why or (
+                f"is {brief(one)}, but {shown(module)} is not quantized" if wanted and leaf == "weight" else ""
+            )
+        else:
+            beside = kind in ATTENTION_TYPES or (kind == "FLOAT" and leaf != "weight")
+            why = (
+                ""
+                if beside or wanted == form.name
+                else f"is {brief(one)}, but the tensors of {shown(module)} are {form}"
+            )
+        if why and module not in seen:
+            seen.add(module or key)
+            yield Item(REFUSED, file, key, why)
     sizes = value.get("group_size")
     why = first_reason(_group_size(sizes, layers)) if sizes else ""
     yield Item(REFUSED if why else UNDERSTOOD, file, "group_size" if why else "types", why or _AGREES)
@@ -668,7 +709,7 @@ def _declarations(config: Config, hf_quant_config: Config | None) -> Iterator[st
             value = section.get(key)
             method = value.get("quant_method") if isinstance(value, Mapping) else None
             if isinstance(value, Mapping) and method == MSMODELSLIM:
-                yield f"{value['file']}: describes quantized weights, {what}"
+                yield f"{value.get('file', CONFIG)}: describes quantized weights, {what}"
             elif method is not None and not is_one_of(method, METHODS):
                 yield (
                     f"{CONFIG}: {prefix}{key} declares quant_method {shown(repr(method))}, which fp4kit does not read;"

@@ -20,6 +20,7 @@ from fp4kit.storage.files import DTYPE_BITS, nbytes_of
 
 CODES, SCALES, TENSOR_SCALE, INPUT_SCALE, VALUES = "codes", "scales", "tensor_scale", "input_scale", "values"
 COLUMN_SCALE, TAG = "column_scale", "tag"
+OUTER_SCALE, OUTER_COLUMNS = "outer_scale", 512  # a float32 factor per 512 columns, as in Ascend's dual-level MXFP4
 ROTATION = "rotation"  # the matrix of a transform, stored beside one of the layers that are rotated by it
 LOW_RANK_A, LOW_RANK_B = "low_rank_a", "low_rank_b"  # SVDQuant adds B A to the decoded matrix: A [r, K], B [N, r]
 # Usual safetensors dtype of codes or block scales -> the dtypes that are accepted in its place, because some tools
@@ -33,7 +34,7 @@ SAME_BYTES = {
     "F32": ("F32", "BF16", "F16"),
 }
 # the first word of a container's name -> its producer in recipe ids, if they differ
-_PRODUCERS = {"comfy": "comfy-kitchen", "sglang-mxfp8": "sglang", "deepseek-v4": "deepseek"}
+_PRODUCERS = {"comfy": "comfy-kitchen", "sglang-mxfp8": "sglang", "deepseek-v4": "deepseek", "openvino": "nncf"}
 Spec = tuple[str, tuple[int, ...]]  # safetensors dtype and shape
 Config = Mapping[str, Any]  # the content of config.json, or an object in it
 
@@ -67,10 +68,11 @@ class Container:
     Attributes:
         name: the container's unique name, as in _TABLE.
         format: the value of ``--format`` with which fp4kit writes this container; "" if fp4kit only reads it.
-        kind: "nvfp4", "mxfp4", "mxfp8", "fp8" (square blocks of several rows), "fp8 rows" or "fp8 tensor"; for
-            integers "int8 rows" or "int8 tensor".
+        kind: "nvfp4", "mxfp4", "mxfp8", "fp8" (square blocks of several rows), "fp8 rows", "fp8 tensor", or "fp4
+            groups" or "fp8 groups" (float scales per block of a row); for integers "int8 rows" or "int8 tensor".
         element: the element format of the codes.
-        scale: the element format of the block scales; None for float32 scales.
+        scale: the element format of the block scales; None for float32 scales, and for the products of block scales
+            and outer scales.
         block: (rows, columns) that share one block scale. 0 columns stand for a whole row.
         suffixes: part (CODES, SCALES, ...) -> suffix. A part's tensor is named by the module's name and this suffix.
         codes_dtype, scales_dtype: safetensors dtypes of codes and block scales.
@@ -88,6 +90,8 @@ class Container:
         high_first: True if a byte of 4-bit codes has the even element in the high nibble.
         swizzled: True if the block scales are stored in the order of cuBLAS, in tiles of 128 rows and 4 columns.
         rounds: True if decoded values are rounded to the dtype in which the scales are stored.
+        arithmetic: the dtypes to which block_scale * tensor_scale, and decoded values, are rounded. It holds for one
+            layer of a graph (see graph_files.py); the rows of _TABLE have float32.
         flat_scales: True if one scale per row is written as a vector [N]; False to write it as [N, 1].
         method: the ``quant_method`` of config.json that declares this container; "" if it equals ``format``.
         algorithm: the ``quant_algo``, ``store_dtype`` or ``quant_method``, in capitals, that config.json must declare
@@ -115,6 +119,7 @@ class Container:
     high_first: bool = False
     swizzled: bool = False
     rounds: bool = False
+    arithmetic: tuple[str, str] = ("F32", "F32")
     flat_scales: bool = False
     method: str = ""
     algorithm: str = ""
@@ -159,7 +164,7 @@ class Container:
     @property
     def needed(self) -> set[str]:
         """The parts that a layer must have to be read as this container, except the tensor scale."""
-        return set(self.suffixes) & {CODES, SCALES, COLUMN_SCALE, LOW_RANK_A, LOW_RANK_B}
+        return set(self.suffixes) & {CODES, SCALES, OUTER_SCALE, COLUMN_SCALE, LOW_RANK_A, LOW_RANK_B}
 
     @property
     def keeps_stacks(self) -> bool:
@@ -209,6 +214,8 @@ class Container:
         found: dict[str, Spec] = {CODES: (self.codes_dtype, codes)}
         if SCALES in self.suffixes:
             found[SCALES] = (self.scales_dtype, scales[:-1] if self.flat_scales else scales)
+        if OUTER_SCALE in self.suffixes:
+            found[OUTER_SCALE] = ("F32", (*lead, rows, -(-columns // OUTER_COLUMNS)))
         if COLUMN_SCALE in self.suffixes:
             found[COLUMN_SCALE] = ("BF16", (columns,))
         if TAG in self.suffixes:
@@ -249,10 +256,12 @@ class Container:
         height, width = self.for_columns(shape[-1]).block
         return shape if height > 1 or shape[-1] % width == 0 else None
 
-    def shapes_of_scales(self, shape: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-        """Return all shapes in which tools store the block scales of a layer of shape [..., N, K]."""
-        # The container must store block scales in a tensor of their own.
-        usual = self.specs(shape)[SCALES][1]
+    def shapes_of_scales(self, shape: tuple[int, ...], part: str = SCALES) -> tuple[tuple[int, ...], ...]:
+        """Return all shapes in which tools store the block scales or outer scales of a layer of shape [..., N, K]."""
+        # The container must store these scales in a tensor of their own.
+        usual = self.specs(shape)[part][1]
+        if part == OUTER_SCALE:
+            return usual, (*usual, 1)
         if not self.block[1]:
             lead_and_rows = usual if self.flat_scales else usual[:-1]
             return usual, (*lead_and_rows, 1) if self.flat_scales else lead_and_rows
@@ -277,9 +286,15 @@ class Container:
         """Return whether this container can store the codes and scales of a recipe."""
         # Element format, scale format, block size and tensor scaling must agree.
         # A recipe that only fakes quantization cannot be stored.
-        scaling = {"fp8 rows": "row", "fp8": "block"}.get(self.kind, "tensor" if self.has_tensor_scale else "none")
+        if OUTER_SCALE in self.suffixes:
+            return recipe.element == self.element and [one.columns for one in recipe.levels] == [
+                OUTER_COLUMNS,
+                self.group_size,
+            ]
+        scaling = {"fp8 rows": "row", **dict.fromkeys(("fp8", "fp8 groups", "fp4 groups"), "block")}.get(self.kind)
+        scaling = scaling or ("tensor" if self.has_tensor_scale else "none")
         size = recipe.block[1] == self.group_size if recipe.block else self.kind in ("fp8 rows", "fp8 tensor")
-        if self.kind == "fp8":
+        if scaling == "block":
             size = recipe.block == self.block
         parts = recipe.element, recipe.scale, recipe.tensor_scaling
         is_refused = recipe.fake_only or recipe.specification_only
@@ -298,7 +313,7 @@ class Container:
     @property
     def _values(self) -> tuple[object, ...]:
         # For FP8 with one scale per layer or per row, the kind stands for the block, which is (1, 0) in both.
-        more = COLUMN_SCALE in self.suffixes, LOW_RANK_A in self.suffixes
+        more = COLUMN_SCALE in self.suffixes, LOW_RANK_A in self.suffixes, self.scale == E8M0 or self.arithmetic
         block = self.kind if self.scale is None and self.block[0] == 1 else self.block
         return self.element, self.scale, block, more
 
@@ -315,6 +330,8 @@ _KINDS: dict[str, tuple[str, ElementFormat, ElementFormat | None, tuple[int, int
     "mxfp8": ("mxfp8", E4M3, E8M0, (1, 32)),
     "fp8 rows": ("fp8 rows", E4M3, None, (1, 0)),
     "fp8 tensor": ("fp8 tensor", E4M3, None, (1, 0)),
+    "fp8 groups": ("fp8 groups", E4M3, None, (1, 32)),
+    "fp4 groups": ("fp4 groups", E2M1, None, (1, 32)),
     "e5m2 tensor": ("fp8 tensor", E5M2, None, (1, 0)),
     "int8 rows": ("int8 rows", INT8, None, (1, 0)),
     "int8 tensor": ("int8 tensor", INT8, None, (1, 0)),
@@ -322,7 +339,7 @@ _KINDS: dict[str, tuple[str, ElementFormat, ElementFormat | None, tuple[int, int
     **{f"fp8 {n}x{n} e8m0": ("fp8", E4M3, E8M0, (n, n)) for n in (128, 64, 32)},
 }
 _PARTS = {"c": CODES, "s": SCALES, "t": TENSOR_SCALE, "i": INPUT_SCALE, "k": COLUMN_SCALE}
-_PARTS |= {"a": LOW_RANK_A, "b": LOW_RANK_B, "tag": TAG}
+_PARTS |= {"o": OUTER_SCALE, "a": LOW_RANK_A, "b": LOW_RANK_B, "tag": TAG}
 
 # Containers that fit the same tensors are tried in this order, those of the declared quant_method first.
 # name | --format that writes it, "" if it is only read | kind | parts | more fields of Container | exclusion lists
@@ -334,7 +351,9 @@ _PARTS |= {"a": LOW_RANK_A, "b": LOW_RANK_B, "tag": TAG}
 # read them; a container may have neither.
 #
 # Sources: Model-Optimizer 0.47 export/quant_utils.py; compressed-tensors 0.20 compressors; SGLang 0.5.23 fp8.py;
-# transformers 5.23 integrations/mxfp4.py; the DeepSeek-V4 release; MLX 0.32.4, mlx-lm 0.32.2; llama.cpp 0c1e57098.
+# transformers 5.23 integrations/mxfp4.py; the DeepSeek-V4 release; MLX 0.32.4, mlx-lm 0.32.2; llama.cpp 0c1e57098;
+# msmodelslim 26.1.0 save/ascendv1.py; NNCF 3.4.0; Model-Optimizer a2fbac7 onnx/export. Layers of OpenVINO and ONNX are
+# found by their graphs, not by suffixes (see graph_files.py), and the block width of groups is the layer's own.
 _TABLE = """
 comfy nvfp4 with pre_quant_scale        |                    | nvfp4            | c.weight U8 s.weight_scale F8_E4M3 t.weight_scale_2 i.input_scale k.pre_quant_scale tag.comfy_quant | high_first swizzled method=modelopt |
 comfy nvfp4                             | comfy              | nvfp4            | c.weight U8 s.weight_scale F8_E4M3 t.weight_scale_2 i.input_scale tag.comfy_quant | high_first swizzled |
@@ -384,8 +403,26 @@ quark mxfp4                             |                    | mxfp4            
 quark nvfp4                             |                    | nvfp4            | c.weight U8 s.weight_scale F8_E4M3 t.weight_scale_2 i.input_scale | method=quark |
 mimo mxfp4                              |                    | mxfp4            | c.weight U8 s.weight_scale U8 | method=fp8 algorithm=MXFP4 |
 vllm fused mxfp4                        |                    | mxfp4            | c_weight U8 s_weight_scale U8 | is_exact stack=rows method=mxfp4 algorithm=MXFP4 |
+msmodelslim mxfp4 dual scale            |                    | fp4 groups       | c.weight U8 s.weight_scale U8 o.weight_dual_scale | is_exact method=msmodelslim |
+msmodelslim mxfp4 with low rank         |                    | mxfp4            | c.weight U8 s.weight_scale U8 a.svd_lowrank_l1 b.svd_lowrank_l2 | method=msmodelslim |
+msmodelslim mxfp8 with low rank         |                    | mxfp8            | c.weight F8_E4M3 s.weight_scale U8 a.svd_lowrank_l1 b.svd_lowrank_l2 | method=msmodelslim |
 msmodelslim mxfp4                       |                    | mxfp4            | c.weight U8 s.weight_scale U8 | method=msmodelslim |
 msmodelslim mxfp8                       |                    | mxfp8            | c.weight F8_E4M3 s.weight_scale U8 | method=msmodelslim |
+msmodelslim FP8 per row                 |                    | fp8 rows         | c.weight F8_E4M3 s.weight_scale F32 | method=msmodelslim |
+openvino NVFP4                          |                    | nvfp4            | c.weight U8 s.weight/scale F8_E4M3 t.weight/second_order_scale | stack=rows method=openvino algorithm=OPENVINO |
+openvino MXFP4                          |                    | mxfp4            | c.weight U8 s.weight/scale U8 | stack=rows method=openvino algorithm=OPENVINO |
+openvino MXFP8                          |                    | mxfp8            | c.weight F8_E4M3 s.weight/scale U8 | stack=rows method=openvino algorithm=OPENVINO |
+openvino FP8                            |                    | fp8 tensor       | c.weight F8_E4M3 t.weight/scale | stack=rows method=openvino algorithm=OPENVINO |
+openvino FP8 per row                    |                    | fp8 rows         | c.weight F8_E4M3 s.weight/scale F32 | stack=rows method=openvino algorithm=OPENVINO |
+openvino FP8 per group                  |                    | fp8 groups       | c.weight F8_E4M3 s.weight/scale F32 | stack=rows method=openvino algorithm=OPENVINO |
+openvino FP4 per group                  |                    | fp4 groups       | c.weight U8 s.weight/scale F32 | stack=rows method=openvino algorithm=OPENVINO |
+onnx NVFP4                              |                    | nvfp4            | c.weight_f4 U8 s.weight_f8_scale F8_E4M3 t.weight_f8_scale_f32_scale | stack=rows method=onnx algorithm=ONNX |
+onnx MXFP4                              |                    | mxfp4            | c.weight U8 s.weight_scale U8 | stack=rows method=onnx algorithm=ONNX |
+onnx MXFP8                              |                    | mxfp8            | c.weight F8_E4M3 s.weight_scale U8 | stack=rows method=onnx algorithm=ONNX |
+onnx FP8                                |                    | fp8 tensor       | c.weight F8_E4M3 t.weight_scale | stack=rows method=onnx algorithm=ONNX |
+onnx FP8 per row                        |                    | fp8 rows         | c.weight F8_E4M3 s.weight_scale F32 | stack=rows method=onnx algorithm=ONNX |
+onnx FP8 per group                      |                    | fp8 groups       | c.weight F8_E4M3 s.weight_scale F32 | stack=rows method=onnx algorithm=ONNX |
+onnx FP4 per group                      |                    | fp4 groups       | c.weight U8 s.weight_scale F32 | stack=rows method=onnx algorithm=ONNX |
 auto-round nvfp4-pack-quantized         |                    | nvfp4            | c.weight_packed U8 s.weight_scale F8_E4M3 t.weight_global_scale i.input_global_scale | vector divides method=auto-round |
 auto-round mxfp4-pack-quantized         |                    | mxfp4            | c.weight_packed U8 s.weight_scale U8 | vector method=auto-round |
 auto-round mxfp8-quantized              |                    | mxfp8            | c.weight F8_E4M3 s.weight_scale U8 | vector method=auto-round |
@@ -455,10 +492,11 @@ MLX_MXFP4, MLX_GLOBAL, MLX_NVFP4, MLX_MXFP8 = (one for one in CONTAINERS if one.
 GGUF_MXFP4, GGUF_SCALED, GGUF_NVFP4 = (one for one in CONTAINERS if one.in_blocks)
 
 
-def _with_block(name: str, block: tuple[int, int]) -> Container:
-    found = container(name)
-    return found if found.block == block else replace(found, block=block)
+def _with_layout(name: str, *own: Any) -> Container:
+    found, (block, stack, arithmetic) = container(name), own
+    same = own == (found.block, found.stack, found.arithmetic)
+    return found if same else replace(found, block=block, stack=stack, arithmetic=arithmetic)
 
 
 # Pickle a container by name, so that a worker process gets its own constant of this module and `is` comparisons work.
-copyreg.pickle(Container, lambda one: (_with_block, (one.name, one.block)))
+copyreg.pickle(Container, lambda one: (_with_layout, (one.name, one.block, one.stack, one.arithmetic)))

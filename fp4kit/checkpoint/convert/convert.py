@@ -53,8 +53,7 @@ from fp4kit.contract.schema import FILE
 from fp4kit.cpu.library import is_compiled, num_threads
 from fp4kit.lazy import lazy_property
 from fp4kit.recipes import Recipe
-from fp4kit.storage.files import CheckpointError, dump_object, listed, read_header, shown, write_file
-from fp4kit.storage.gguf_file import GgufFile, read_gguf
+from fp4kit.storage.files import CheckpointError, dump_object, listed, shown, write_file
 
 _BASE_BYTES = 128 << 20  # memory of a Python process that has imported its libraries and holds no data
 _SLABS_IN_MEMORY = 12  # size of a slab (rows converted at a time) with all its converted forms, in multiples of a slab
@@ -423,8 +422,7 @@ def _execute(plan: Plan, target: Path, options: Options) -> ConversionReport:
     """Execute a plan in a partial directory, and rename the result to ``target`` at the end."""
     # The bytes of tensors are not compared, so that a change of values alone is not noticed here.
     for file in plan.source.files:
-        read = read_gguf if isinstance(file, GgufFile) else read_header
-        if read(file.path, file.name) != file:
+        if file.read_again() != file:
             raise CheckpointError(
                 f"{file.label}: changed since the conversion was planned; run again when nothing writes to it"
             )

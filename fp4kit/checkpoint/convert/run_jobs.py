@@ -75,8 +75,7 @@ from fp4kit.checkpoint.model.statistics import amax_and_nonfinite, amax_and_nonf
 from fp4kit.checkpoint.model.weights import Q8_0, Located
 from fp4kit.checkpoint.plan.request import Request
 from fp4kit.reference.dequantize import changed_values
-from fp4kit.storage.files import MAX_BYTES, NUMPY_DTYPES, CheckpointError, SafetensorsFile, shown
-from fp4kit.storage.gguf_file import GgufFile
+from fp4kit.storage.files import MAX_BYTES, NUMPY_DTYPES, CheckpointError, shown
 
 PIECE = 2 << 20  # a tensor is copied in pieces of this many bytes
 TURNED = 32 << 20  # a matrix that is written transposed is decoded in pieces of about this many bytes
@@ -319,21 +318,12 @@ def check_finite(job: Job, found: Measured) -> None:
         )
 
 
-def _header(file: SafetensorsFile) -> bytes:
-    """Read the header of a safetensors or GGUF file."""
-    with file.path.open("rb") as stream:
-        if isinstance(file, GgufFile):
-            return stream.read(file.data_start)
-        length = stream.read(8)
-        return length + stream.read(int.from_bytes(length, "little"))
-
-
 def source_facts(source: Source) -> dict[str, dict[str, Any]]:
     """Return {file name: {"bytes": size, "header_sha256": SHA-256 of the header}} for the files of a model's
     tensors.
     """
     return {
-        file.name: {"bytes": file.size, "header_sha256": hashlib.sha256(_header(file)).hexdigest()}
+        file.name: {"bytes": file.size, "header_sha256": hashlib.sha256(file.header()).hexdigest()}
         for file in source.files
     }
 

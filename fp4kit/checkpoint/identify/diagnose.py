@@ -21,7 +21,7 @@ from fp4kit.checkpoint.identify.corruptions import StoredLayer, code_orders, wit
 from fp4kit.checkpoint.identify.hypotheses import Hypothesis, LayerEvidence, Layout, MadeBy, MatchCount, SampleVerdict
 from fp4kit.checkpoint.model.statistics import amax_and_nonfinite, sqnr_db
 from fp4kit.formats import E4M3, FLOATS, ElementFormat
-from fp4kit.layouts import packed
+from fp4kit.layouts import packed, unpacked
 from fp4kit.ops.identify import candidates_of, either, identify, name_of
 from fp4kit.ops.quantize import quantize
 from fp4kit.quantized.container import Quantized
@@ -577,13 +577,14 @@ _QUOTIENTS = {"float32": np.dtype(np.float32), "bfloat16": np.dtype(ml_dtypes.bf
 class Fp8Layer:
     """One FP8 layer as its file stores it.
 
-    codes: uint8 (N, K), bit patterns of E4M3.
-    scales: float32 multipliers on decode, of shape (1, 1), (N, 1), or (ceil(N / side), ceil(K / side)).
-    scaling: "tensor", "row" or "block" (square), which determines the shape of ``scales``.
-    side: the number of rows and columns of a block.
+    codes: uint8 (N, K), one bit pattern of ``element`` per byte.
+    scales: float32 multipliers on decode, of shape (1, 1), (N, 1), (N, K / side) or (ceil(N / side), ceil(K / side)).
+    scaling: "tensor", "row", "group" (of columns) or "block" (square), which determines the shape of ``scales``.
+    side: the number of columns of a group, or of rows and columns of a block.
     element: the format of the codes.
     is_cast: True if the file has no scales, so that the codes are the values.
     own: the amax of the whole source, if only some rows of a layer with one scale are here; otherwise None.
+    stored: the NumPy dtype in which the file stores scales.
     """
 
     codes: np.ndarray
@@ -593,12 +594,14 @@ class Fp8Layer:
     element: ElementFormat = E4M3
     is_cast: bool = False
     own: np.float32 | None = None
+    stored: Any = np.float32
 
     @property
     def name(self) -> str:
         """The words for the layer's format, such as "FP8 per row"."""
-        words = {"E4M3": "FP8", "E5M2": "FP8 E5M2"}.get(self.element.name, self.element.name)
-        return f"{words} per {f'{self.side}x{self.side} block' if self.scaling == 'block' else self.scaling}"
+        words = {"E4M3": "FP8", "E5M2": "FP8 E5M2", "E2M1": "FP4"}.get(self.element.name, self.element.name)
+        blocks = {"block": f"{self.side}x{self.side} block", "group": f"group of {self.side}"}
+        return f"{words} per {blocks.get(self.scaling, self.scaling)}"
 
     def amaxes(self, x: np.ndarray) -> np.ndarray:
         """Return, for each scale, the amax of the elements of ``x`` (N, K) that share this scale."""
@@ -610,13 +613,16 @@ class Fp8Layer:
         if self.scaling == "row":
             return magnitudes.max(axis=1, initial=0)[:, None]
         rows, columns = (np.arange(0, length, self.side) for length in x.shape)
-        return np.maximum.reduceat(np.maximum.reduceat(magnitudes, rows, axis=0), columns, axis=1)
+        tall = magnitudes if self.scaling == "group" else np.maximum.reduceat(magnitudes, rows, axis=0)
+        return np.maximum.reduceat(tall, columns, axis=1)
 
     def spread(self) -> np.ndarray:
         """Return the scales in a shape that broadcasts against the codes."""
+        rows, columns = self.codes.shape
+        if self.scaling == "group":
+            return np.repeat(self.scales, self.side, axis=1)[:, :columns]
         if self.scaling != "block":
             return self.scales
-        rows, columns = self.codes.shape
         return np.repeat(np.repeat(self.scales, self.side, axis=0)[:rows], self.side, axis=1)[:, :columns]
 
 
@@ -693,9 +699,9 @@ def _recipe_gives(layer: Fp8Layer, x: np.ndarray, r: Recipe, amaxes: tuple[float
     """Return whether a recipe reproduces all codes and scales of a layer, from its own amax or from one of
     ``amaxes``.
     """
-    # Recipes with blocks of one row are left out, because checkpoints have one scale per square block.
-    is_alike = r.element == layer.element and r.scale is None and not r.fake_only and r.tensor_scaling == layer.scaling
-    if not is_alike or r.block not in (None, (layer.side, layer.side)) or x.shape[1] % r.length_multiple:
+    scaling, rows = ("block", 1) if layer.scaling == "group" else (layer.scaling, layer.side)
+    is_alike = r.element == layer.element and r.scale is None and not r.fake_only and r.tensor_scaling == scaling
+    if not is_alike or r.block not in (None, (rows, layer.side)) or x.shape[1] % r.length_multiple:
         return False
     own = layer.amaxes(x)
     shared = [np.float32(max(a, own.max(initial=0))) for a in amaxes] if layer.scaling == "tensor" else []
@@ -704,7 +710,8 @@ def _recipe_gives(layer: Fp8Layer, x: np.ndarray, r: Recipe, amaxes: tuple[float
             q = quantize(np.ascontiguousarray(x), r, tensor_amax=amax)
         scales = np.asarray(q.tensor_scale, np.float32)
         scales = (scales[:: r.block_rows] if r.block else scales).reshape(layer.scales.shape)
-        if np.array_equal(scales, layer.scales) and np.array_equal(q.packed, layer.codes):
+        scales, codes = scales.astype(layer.stored).astype(np.float32), unpacked(q.packed, r.element.packing)
+        if np.array_equal(scales, layer.scales) and np.array_equal(codes, layer.codes):
             return True
     return False
 
@@ -727,7 +734,7 @@ def _quotients(layer: Fp8Layer, x: np.ndarray) -> dict[str, int]:
     found = dict.fromkeys(_QUOTIENTS, 0)
     step = max(hypotheses.CHUNK // max(x.shape[1], 1) // 128, 1) * 128
     for rows in (slice(start, start + step) for start in range(0, len(x), step)):
-        tall = {"block": layer.side, "row": 1}.get(layer.scaling)  # rows per scale
+        tall = {"block": layer.side, "group": 1, "row": 1}.get(layer.scaling)  # rows per scale
         scales = layer.scales if tall is None else layer.scales[rows.start // tall : -(-rows.stop // tall)]
         part = replace(layer, codes=layer.codes[rows], scales=scales)
         with np.errstate(all="ignore"):

@@ -111,7 +111,7 @@ def recipes_under_stored_scales(plain: Layout) -> tuple[Recipe, ...]:
     scaling = "none" if layer.tensor_scale is None else "tensor"
     sample, found = _sample(evidence), []
     for r in evidence.recipes or candidates_of(layer.recipe):
-        if r.tensor_scaling == scaling and r.block_rows == 1 and not r.search:
+        if r.tensor_scaling == scaling and r.block_rows == 1 and not (r.search or r.specification_only):
             tried = [scale for scale in _tensor_scales(evidence, r) if _codes_match(sample, r, scale)]
             if any(all(_codes_match(part, r, scale) for part in _parts(layer, evidence.x)) for scale in tried):
                 found.append(r)

@@ -18,6 +18,7 @@ from zlib import crc32
 import numpy as np
 import numpy.typing as npt
 
+from fp4kit.checkpoint.containers import table
 from fp4kit.checkpoint.containers.table import CODES, COLUMN_SCALE, LOW_RANK_A, SCALES, TENSOR_SCALE, Container
 from fp4kit.checkpoint.executors import Options, executor_of, pending_limit, run_all
 from fp4kit.checkpoint.identify import verdicts
@@ -29,14 +30,14 @@ from fp4kit.checkpoint.model.closed_world import check_model
 from fp4kit.checkpoint.model.doubts import doubt_of, is_empty
 from fp4kit.checkpoint.model.inspect import Checkpoint, quantization_summary, recorded
 from fp4kit.checkpoint.model.model_files import Source, open_source
-from fp4kit.checkpoint.model.slabs import Readers, scales_of, slabs, tensor_scale_of, values_of
+from fp4kit.checkpoint.model.slabs import Readers, inner_of, outer_scales, scales_of, slabs, tensor_scale_of, values_of
 from fp4kit.checkpoint.model.statistics import amax_and_nonfinite, doubts_of, reference_of, sampled_magnitudes
 from fp4kit.checkpoint.model.transforms import Counterparts, Origin, TurnedOrigin, undo
 from fp4kit.checkpoint.model.weights import Located, Weight, WeightRotation, weights_of
 from fp4kit.checkpoint.selection.names import join_module, shared_amax_groups, split_module
 from fp4kit.layouts import unpacked
-from fp4kit.recipes import RECIPES, Recipe
-from fp4kit.storage.files import CheckpointError
+from fp4kit.recipes import ALL_RECIPES, RECIPES, Recipe
+from fp4kit.storage.files import NUMPY_DTYPES, CheckpointError
 
 _HALVES = {"gate_proj": "up_proj", "up_proj": "gate_proj", "w1": "w3", "w3": "w1"}
 _SECOND = ("up_proj", "w3")
@@ -187,7 +188,9 @@ class PairReader:
     def some(self, spec: LayerSpec) -> LayerPair:
         """Read the rows of a layer that are compared first, and the same rows of its source."""
         spans = spec.spans
-        regular = spec.origin.shape == spec.weight.shape[-2:] and LOW_RANK_A not in spec.weight.parts
+        regular = spec.origin.shape == spec.weight.shape[-2:] and not {LOW_RANK_A, table.OUTER_SCALE} & set(
+            spec.weight.parts
+        )
         if not regular:
             return self.whole(spec)
         x = self._values(spec, spans)
@@ -213,6 +216,10 @@ class PairReader:
             return LayerPair(spec.name, parts, self._rest(spec), is_rest=True, **spec.facts)
         other = None if spec.partner is None else spec.partner.values(self._readers)
         x, amaxes = spec.origin.values(self._readers), self._group_amaxes(spec)
+        if table.OUTER_SCALE in spec.weight.parts:
+            outer = np.repeat(outer_scales(self._readers, spec.weight, spec.expert), table.OUTER_COLUMNS, axis=1)
+            with np.errstate(all="ignore"):
+                x = x.astype(np.float32) / outer[:, : x.shape[1]]
         return LayerPair(spec.name, parts, x, other, spec.second, spec.heads, amaxes, **spec.facts)
 
     def _values(self, spec: LayerSpec, spans: RowRanges | None) -> np.ndarray:
@@ -248,9 +255,10 @@ class PairReader:
         # The tool rounded them to the dtype of the model several times, so that the result may differ in the last bits.
         x = spec.origin.values(self._readers)
         slab = next(slabs(self._readers, spec.weight, max_bytes=1 << 40))
-        assert slab.low_rank is not None and slab.column_scale is not None
+        assert slab.low_rank is not None
+        factors = 1 if slab.column_scale is None else slab.column_scale
         with np.errstate(all="ignore"):
-            return (x.astype(np.float64) / slab.column_scale - slab.low_rank[0] @ slab.low_rank[1]).astype(x.dtype)
+            return (x.astype(np.float64) / factors - slab.low_rank[0] @ slab.low_rank[1]).astype(x.dtype)
 
 
 def _key(origin: Origin) -> tuple[str, int, tuple[int, int]]:
@@ -294,7 +302,7 @@ _LAYER_AT_ONCE = (
 def sample_spans(weight: Weight) -> RowRanges | None:
     """Return the rows of a matrix of a weight to compare with its source; None if only all rows will do."""
     form, rows = weight.form, weight.shape[-2]
-    if rows <= SAMPLED_ROWS or LOW_RANK_A in weight.parts or not _is_regular(weight):
+    if rows <= SAMPLED_ROWS or {LOW_RANK_A, table.OUTER_SCALE} & set(weight.parts) or not _is_regular(weight):
         return None
     is_fp8 = form.scale is None or form.block[0] > 1
     height = lcm(16, form.block[0]) if is_fp8 else lcm(*(r.block_rows for r in recipes_of(_any_recipe(form))), 4)
@@ -346,7 +354,7 @@ def _selected(layer: StoredLayer | Fp8Layer, rows: np.ndarray) -> StoredLayer | 
     if layer.scaling == "tensor":
         return replace(layer, codes=codes)
     return replace(
-        layer, codes=codes, scales=layer.scales[rows if layer.scaling == "row" else np.unique(rows // layer.side)]
+        layer, codes=codes, scales=layer.scales[np.unique(rows // layer.side) if layer.scaling == "block" else rows]
     )
 
 
@@ -355,6 +363,9 @@ def stored_layer(
 ) -> StoredLayer | Fp8Layer:
     """Read one layer of a quantized weight, and return its parts with linear block scales and the low nibble first."""
     form = weight.form
+    if table.OUTER_SCALE in weight.parts:
+        weight = inner_of(weight)  # the source is divided by the outer scales
+        form = weight.form
     if form.scale is None or form.block[0] > 1:
         return _fp8_layer(weight, expert, readers, span)
     if _is_regular(weight):
@@ -375,7 +386,7 @@ def _fp8_layer(weight: Weight, expert: int, readers: Readers, span: tuple[int, i
     """Read one layer of FP8 codes with one scale per tensor, per row or per square block."""
     form = weight.form
     slab = next(slabs(readers, weight, expert, span, max_bytes=1 << 40))
-    codes = np.asarray(slab.codes).view(np.uint8).reshape(-1, weight.shape[-1])
+    codes = unpacked(np.asarray(slab.codes).view(np.uint8).reshape(len(slab.codes), -1), form.element.packing)
     if form.is_cast:
         return Fp8Layer(codes, np.ones((1, 1), np.float32), "tensor", element=form.element, is_cast=True)
     if TENSOR_SCALE in weight.parts:
@@ -384,6 +395,9 @@ def _fp8_layer(weight: Weight, expert: int, readers: Readers, span: tuple[int, i
     scales = np.asarray(scales_of(form, np.asarray(slab.scales)), np.float32)
     if form.block[0] > 1:
         return Fp8Layer(codes, scales, "block", form.block[0])
+    if form.kind.endswith("groups"):
+        stored = NUMPY_DTYPES[weight.parts[SCALES].entry.dtype]
+        return Fp8Layer(codes, scales, "group", form.block[1], form.element, stored=stored)
     return Fp8Layer(codes, scales, "row", element=form.element)
 
 
@@ -399,6 +413,10 @@ def _share(readers: Readers, part: Located, weight: Weight, expert: int) -> np.n
 @cache
 def _any_recipe(form: Container) -> Recipe:
     """Return a recipe that stands for the format of a container: its element format, scale format and block size."""
+    own = [r for r in ALL_RECIPES.values() if r.specification_only and r.producer == form.producer]
+    for recipe in own:  # so that recipes of the specification alone are tried on the files of their producer
+        if (recipe.element, recipe.scale, recipe.block) == (form.element, form.scale, form.block) and not recipe.levels:
+            return recipe
     for recipe in RECIPES.values():
         if form.stores(recipe):
             return recipe

@@ -52,6 +52,7 @@ def items_of(
     found = [
         *_tensor_items(tensors, weights, config),
         *(_refused(by_name[name].located.entry, why) for name, why in named_twice(by_name)),
+        *(Item(UNDERSTOOD, "tensor", name, entry.note) for name, (_, entry) in tensors.items() if entry.note),
         *_scales_of_casts(weights.values()),
         *_fused_experts(weights.values(), config),
     ]
@@ -142,10 +143,14 @@ _REFUSED_TENSORS = {
     "g_idx": "an order of the columns, which is not supported",
     "qzeros": "zero points, which no 4-bit float format has",
     "biases": "offsets of an integer format (MLX affine), which is not supported",
+    **dict.fromkeys(
+        ("left_trans", "right_trans", "clip_ratio"), "transforms the inputs of the layer (FlatQuant), not supported"
+    ),
 }
 # Matches the last part of a tensor's name if the tensor may transform weights or inputs of layers.
 _TRANSFORMS = re.compile(
     r"\w*(hadamard|rotation)\w*|R[1-4]|smooth(quant|ing)?_(scale|scales|factor|factors)|\w*pre_quant_scale|act_scales?"
+    r"|mul_scale"
 )
 
 
@@ -158,9 +163,9 @@ def _tensor_items(tensors: Tensors, weights: Mapping[str, Weight], config: Mappi
     quantized = {weight.name: weight for weight in weights.values() if weight.container is not None}
     parts = {place.entry.name: (weight, part) for weight in quantized.values() for part, place in weight.parts.items()}
     plain = {weight.name: weight for weight in weights.values() if weight.container is None}
-    tagged = stored.comfy_layers(tensors)
+    tagged, types = stored.comfy_layers(tensors), declared(config)
     unread = {name: entry for name, (_, entry) in tensors.items() if name not in parts}
-    foreign = ForeignLayers(unread, str(declared(config).get("quant_method", "")))
+    foreign = ForeignLayers(unread, str(types.get("quant_method", "")))
     for name, (file, entry) in tensors.items():
         leaf = name.rpartition(".")[2]
         owner = plain.get(name.removesuffix(".input_scale").removesuffix(".scale_input"))
@@ -174,12 +179,13 @@ def _tensor_items(tensors: Tensors, weights: Mapping[str, Weight], config: Mappi
             yield _refused(entry, STRAY, DOUBTFUL)
         elif leaf == "scaled_fp8" and any(one.dtype in _OLD for one in quantized.values()):
             yield Item(UNDERSTOOD, "tensor", name, MARKER)
+        elif types.get(name) in config_entries.ATTENTION_TYPES:
+            yield Item(CARRIED, "tensor", name, ATTENTION)
         elif (above := layer_above(name, quantized)) is not None:
-            yield _beside(entry, above[1], above[0])
-        elif is_attention_scale(name) and _is_integer(entry):
-            yield _refused(entry, "a scale of attention or the KV cache, which must be a float")
+            yield _beside(stored.Located(file, entry), above[1], above[0])
         elif is_attention_scale(name):
-            yield Item(CARRIED, "tensor", name, _CARRIED_TENSORS[leaf])
+            is_integer = _is_integer(entry)
+            yield _refused(entry, _NO_INTEGERS) if is_integer else Item(CARRIED, "tensor", name, _CARRIED_TENSORS[leaf])
         elif quantized and _TRANSFORMS.fullmatch(name.removesuffix(".weight").rpartition(".")[2]):
             yield _refused(entry, "may transform weights or the inputs of quantized layers, which is not supported")
         elif stored.cast_of(stored.Located(file, entry), quantized.values()) is not None:
@@ -232,13 +238,17 @@ def _fused_experts(weights: Iterable[Weight], config: Mapping[str, Any]) -> Iter
 INTEGERS = "in a type of llama.cpp that fp4kit does not decode; it stays as it is"
 STRAY = "a scale of inputs beside a layer that is not quantized; it is left out"
 MARKER = "marks a file of ComfyUI with layers in scaled FP8; the scales say the same"
-LEFT_OUT = (MARKER, STRAY)  # why tensors are not written
+ATTENTION = "scale of the KV cache or of attention"
+_NO_INTEGERS = "a scale of attention or the KV cache, which must be a float"
+ZEROS = "offsets, all of which are zero; they are left out"
+LEFT_OUT = (MARKER, STRAY, ZEROS)  # why tensors are not written
 _OLD = (table.COMFY_OLD.name, table.COMFY_OLD_E5M2.name)
 _PART_NAMES = {
     table.CODES: "codes",
     table.SCALES: "block scales",
     TENSOR_SCALE: "tensor scale",
     table.COLUMN_SCALE: "factor per column",
+    table.OUTER_SCALE: "outer scales",
     table.LOW_RANK_A: "low-rank part of the weight",
     table.LOW_RANK_B: "low-rank part of the weight",
     "input_scale": "scale of the inputs",
@@ -328,9 +338,14 @@ def _is_integer(entry: TensorEntry) -> bool:
     return entry.dtype.startswith(("U", "I", "BOOL"))
 
 
-def _beside(entry: TensorEntry, rest: str, weight: Weight) -> Item:
+def _beside(place: stored.Located, rest: str, weight: Weight) -> Item:
     """Return the item for a tensor that is named after a quantized layer but is not one of its codes or scales."""
-    # The item is CARRIED if the tensor is known not to change the weights, otherwise REFUSED with the reason.
+    # The item is REFUSED, with the reason, unless the tensor is known not to change the weights.
+    entry = place.entry
+    if rest == "weight_offset" and entry.dtype in FLOAT_DTYPES:  # msmodelslim writes zeros beside FP8 codes
+        with Readers() as readers:
+            is_zero = not readers.array(place).any()
+        return Item(UNDERSTOOD, "tensor", entry.name, ZEROS) if is_zero else _refused(entry, "offsets, not all zero")
     if is_known_beside(rest, entry):
         return Item(CARRIED, "tensor", entry.name, _CARRIED_TENSORS[rest])
     return _refused(entry, _REFUSED_TENSORS.get(rest, f"not known beside a layer of {weight.dtype}"))
@@ -568,6 +583,8 @@ FOREIGN = (
         "BitNet, four ternary weights per byte", {".weight_scale": _FLOATS, ".weight": _BYTES}, methods=("bitnet",)
     ),
     Foreign("INT4 of Model-Optimizer", {".weight_scale": _FLOATS, ".weight": ("U8",)}, _is_int4),
+    Foreign("integers of msmodelslim", {".deq_scale": (), ".weight": ("I8",)}),
+    Foreign("integers of msmodelslim", {".weight_offset": _FLOATS, ".weight": ("I8",)}),
     Foreign("INT8 of compressed-tensors or Model-Optimizer", {".weight_scale": _FLOATS, ".weight": ("I8",)}),
     Foreign("MXFP6", {".weight_scale": ("U8",), ".weight": ("U8",)}, _is_mxfp6),
     Foreign(
@@ -598,7 +615,18 @@ _OTHERS = (
     *(".suh", ".svh", ".zeros", ".codes", ".indices", ".res_centroids", ".activation_global_scaling_factor", ".alpha"),
     *(".activation_scaling_factor", ".prequant_scaling_factor", ".smooth_factor", ".proj_down", ".proj_up", ".s_group"),
     *(".q_scale", ".q_scale_max", ".q_groups", ".q_perm", ".q_invperm", ".in_perm", ".row_offsets", ".col_vals"),
-    *(".weight_zero_point", ".meta", ".weight_shape", ".weight_g_idx", ".input_scale", ".output_scale", "_weight"),
+    *(
+        ".scale_bias",
+        ".quant_bias",
+        ".input_offset",
+        ".weight_zero_point",
+        ".meta",
+        ".weight_shape",
+        ".weight_g_idx",
+        ".input_scale",
+        ".output_scale",
+        "_weight",
+    ),
 )
 _OF_CONTAINERS = {suffix for form in CONTAINERS for suffix in form.suffixes.values()}
 _SUFFIXES = {suffix for row in FOREIGN for suffix in row.parts}.union(_OTHERS, _OF_CONTAINERS) - {""}
@@ -678,7 +706,7 @@ class ForeignLayers:
 def _misfits(form: Container, parts: Parts, module: str) -> Iterator[str]:
     """Yield what keeps a layer from being read as a container, if it is near."""
     codes = parts.get(form.suffixes[CODES])
-    others = {table.TAG, table.COLUMN_SCALE, table.LOW_RANK_A} & set(form.suffixes)
+    others = {table.TAG, table.COLUMN_SCALE, table.LOW_RANK_A, table.OUTER_SCALE} & set(form.suffixes)
     if codes is None or form.in_blocks or form.is_cast or others or codes.dtype != form.codes_dtype:
         return
     shape = form.shape_of(codes.shape)

@@ -16,16 +16,17 @@ import ml_dtypes
 import numpy as np
 
 from fp4kit.checkpoint.containers.config_entries import REFUSED, Item
-from fp4kit.checkpoint.containers.table import COLUMN_SCALE, SCALES, TENSOR_SCALE, Container
+from fp4kit.checkpoint.containers.table import COLUMN_SCALE, LOW_RANK_A, OUTER_SCALE, SCALES, TENSOR_SCALE, Container
 from fp4kit.checkpoint.model import model_files, transforms
-from fp4kit.checkpoint.model.slabs import Readers, scalar_of, slabs
+from fp4kit.checkpoint.model.graph_files import is_graph, read_graph
+from fp4kit.checkpoint.model.slabs import Readers, inner_of, outer_scales, scalar_of, slabs
 from fp4kit.checkpoint.model.weights import Tensors, Weight
 from fp4kit.checkpoint.selection.names import RECIPE
 from fp4kit.lazy import lazy_property
 from fp4kit.quantized.container import Quantized
 from fp4kit.recipes import RECIPES, Recipe
 from fp4kit.recipes import recipe as recipe_called
-from fp4kit.recipes.table import from_data
+from fp4kit.recipes.table import ALL_RECIPES, from_data
 from fp4kit.reference.tensor_rules import divisor_dtype
 from fp4kit.storage.files import CheckpointError, listed, read_header, shown
 from fp4kit.storage.gguf_file import first_parts_of, is_gguf, read_gguf_model
@@ -76,7 +77,7 @@ class Checkpoint(model_files.Source):
 
 
 def inspect_checkpoint(path: str | Path) -> Checkpoint:
-    """Return the checkpoint at ``path``: a model directory, a .safetensors file or a GGUF file."""
+    """Return the checkpoint at ``path``: a model directory, or a safetensors, GGUF, OpenVINO or ONNX file."""
     place = Path(path)
     if model_files.resolved(place).is_dir():
         parts = model_files.open_model_files(place)
@@ -85,6 +86,8 @@ def inspect_checkpoint(path: str | Path) -> Checkpoint:
     if not os.path.lexists(place) and not first_parts_of(place):
         what = "a model directory, a .safetensors or a GGUF file is needed"
         raise CheckpointError(f"{place}: does not exist; {what}{model_files.hint_on_path(place)}")
+    if is_graph(place):
+        return Checkpoint(place, {}, None, read_graph(place))
     try:
         return Checkpoint(place, {}, None, read_gguf_model(place) if is_gguf(place) else (read_header(place),))
     except CheckpointError:
@@ -248,9 +251,10 @@ def recorded(checkpoint: model_files.Source) -> Recipe | None:
 
 def _usual(weight: Weight, form: Container) -> Recipe:
     """Return a recipe that the container can store, for a layer without a recorded recipe."""
-    own = f"{form.kind}-{form.name.split()[0]}"
-    ids = [*(one for one in RECIPES if one == own or one.startswith(f"{own}-")), _USUAL.get(form.kind, own), *RECIPES]
-    found = next((RECIPES[one] for one in ids if one in RECIPES and form.stores(RECIPES[one])), None)
+    own = f"{form.kind.removesuffix(' groups')}-{'nncf' if form.method == 'openvino' else form.name.split()[0]}"
+    ids = [one for one in RECIPES if one == own or one.startswith(f"{own}-")]
+    ids += [_USUAL.get(form.kind, own), *ALL_RECIPES]
+    found = next((ALL_RECIPES[one] for one in ids if one in ALL_RECIPES and form.stores(ALL_RECIPES[one])), None)
     if found is None:
         why = f"no recipe has the blocks of {form}; fp4kit convert --format bf16 decodes it"
         raise CheckpointError(f"{shown(weight.name)}: {why}")
@@ -283,7 +287,7 @@ def _read(weight: Weight, r: Recipe) -> Quantized:
         None if parts[0] is None else np.stack(parts) if len(weight.shape) == 3 else parts[0]
         for parts in zip(*made, strict=True)
     )
-    if form.scale is None and SCALES in form.suffixes:  # FP8: a float32 scale per row or per 128x128 block
+    if tensor_scale is None and form.scale is None and SCALES in form.suffixes:  # float32 scales of rows or blocks
         scales, tensor_scale = None, scales
     try:
         return Quantized.from_parts(
@@ -302,6 +306,8 @@ def _why_not(weight: Weight, r: Recipe) -> Iterator[str]:
     decode = "fp4kit convert --format bf16 decodes it"
     if COLUMN_SCALE in weight.parts:
         yield f"is multiplied by a factor per column ({weight.form}), which a Quantized cannot hold; {decode}"
+    if LOW_RANK_A in weight.parts:
+        yield f"has a low-rank part ({weight.form}), which a Quantized cannot hold; {decode}"
     if TENSOR_SCALE in weight.form.suffixes and TENSOR_SCALE not in weight.parts:
         yield "its tensor scale is missing, so its values are unknown; take the layer from another copy of the model"
     if r.block is not None and weight.shape[-1] % r.block_size:  # 128x128 blocks of FP8 may be partial
@@ -311,6 +317,8 @@ def _why_not(weight: Weight, r: Recipe) -> Iterator[str]:
 def _matrix(readers: Readers, weight: Weight, expert: int) -> tuple[Any, Any, Any]:
     """Return (codes, block scales, tensor scale) of one matrix of a weight; None for parts that it does not have."""
     form = weight.form
+    if OUTER_SCALE in weight.parts:
+        return (*_matrix(readers, inner_of(weight), expert)[:2], outer_scales(readers, weight, expert))
     (slab,) = slabs(readers, weight, expert, max_bytes=1 << 60)
     scales, scale = slab.scales, slab.tensor_scale
     if scale is not None and form.divides:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from fp4kit.checkpoint.executors import run_all
+from fp4kit.checkpoint.model.graph_files import is_graph, read_graph
 from fp4kit.checkpoint.model.weights import Tensors, Weight, weights_of
 from fp4kit.checkpoint.selection.names import ARCHITECTURE, config_of
 from fp4kit.contract.schema import FILE as CONTRACT
@@ -202,7 +203,8 @@ _OTHER_MODELS = {
     **dict.fromkeys((".bin", ".h5", ".msgpack"), f"load the model with transformers and {_SAVE}"),
     **dict.fromkeys((".pt", ".pth", ".ckpt"), f"load the model with PyTorch and {_SAVE}"),
     ".npz": "load the arrays with NumPy and write safetensors with safetensors.numpy.save_file",
-    ".onnx": "use the safetensors model that the ONNX file was exported from",
+    ".onnx": "pass the ONNX file itself",
+    ".xml": "pass the .xml file itself, if it is an OpenVINO model",
     ".distcp": f"merge the shards of torch.distributed, and {_SAVE}",
     ".incomplete": "the download has not ended; run hf download again",
     ".nemo": "export the model to Hugging Face's format with NeMo",
@@ -223,8 +225,17 @@ def _hint_on_other_models(root: Path) -> str:
                 " save the model with transformers after model.dequantize()"
             )
         if suffix in _OTHER_MODELS:
-            return f"; there is {shown(name)}: {_OTHER_MODELS[suffix]}"
+            return f"; there is {shown(name)}: {_advice_on(root / name)}"
     return ""
+
+
+def _advice_on(path: Path) -> str:
+    """Return what to do with a file whose suffix is in _OTHER_MODELS."""
+    graph = path.with_suffix(".xml")
+    is_openvino = path.suffix.lower() == ".bin" and graph.is_file()
+    return (
+        f"pass {shown(graph.name)}, the graph with these weights" if is_openvino else _OTHER_MODELS[path.suffix.lower()]
+    )
 
 
 def _hint_on_directory(root: Path) -> str:
@@ -272,7 +283,7 @@ def hint_on_path(path: Path) -> str:
     if path.is_file() and (suffix in (".safetensors", ".json")):
         return f"; pass its directory, {shown(str(path.parent))}"
     if path.is_file():
-        return f"; {_OTHER_MODELS[suffix]}" if suffix in _OTHER_MODELS else ""
+        return f"; {_advice_on(path)}" if suffix in _OTHER_MODELS else ""
     name = re.fullmatch(r"(?:https?:/+)?(?:huggingface\.co/)?([\w-][\w.-]*/[\w.-]+)(?:/tree/.*)?", str(path))
     if name is None or path.parent.is_dir() or os.path.lexists(path):
         return ""
@@ -329,6 +340,8 @@ def _with_description(root: Path, config: dict[str, Any]) -> dict[str, Any]:
 
 def _open_file(path: Path) -> Source:
     """Open and check a model that is a single safetensors file or a GGUF model, and return it as open_source does."""
+    if is_graph(path):
+        return Source(path, {}, None, read_graph(path))
     if is_gguf(path):
         parts = read_gguf_model(path)
         return Source(path, config_of(parts[0].metadata), None, parts)

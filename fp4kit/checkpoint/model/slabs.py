@@ -19,7 +19,8 @@ from fp4kit.checkpoint.containers import table
 from fp4kit.checkpoint.containers.table import CODES, SCALES, TENSOR_SCALE, VALUES, Container
 from fp4kit.checkpoint.model.weights import Q8_0, Located, LowRankUpdate, Weight, WeightRotation
 from fp4kit.cpu.engine import low_rank_product
-from fp4kit.layouts import unpack_gguf, unpacked, unswizzle_scales
+from fp4kit.formats import E8M0
+from fp4kit.layouts import unpack, unpack_gguf, unpacked, unswizzle_scales
 from fp4kit.recipes import RECIPES
 from fp4kit.reference.dequantize import dequantize_tile
 from fp4kit.reference.tensor_rules import TensorScale
@@ -118,15 +119,23 @@ def decode(
             scale = scale / np.float32(divisor)
     elif tensor_scale is not None:
         scale = scale * np.float32(tensor_scale)
+    scale = _as_dtype(scale, form.arithmetic[0])
     height, width = form.block
     rows, columns = codes.shape
     if height == 1:
         element_values = elements[codes].reshape(*scale.shape, width)
         values: npt.NDArray[np.float32] = (element_values * scale[..., None]).reshape(codes.shape)
-        return values
+        return _as_dtype(values, form.arithmetic[1])
     spread = np.repeat(np.repeat(scale, height, axis=0)[:rows], width, axis=1)[:, :columns]
     blocks: npt.NDArray[np.float32] = elements[codes] * spread
     return blocks
+
+
+def _as_dtype(values: npt.NDArray[np.float32], dtype: str) -> npt.NDArray[np.float32]:
+    if dtype == "F32":
+        return values
+    with np.errstate(over="ignore"):
+        return values.astype(NUMPY_DTYPES[dtype]).astype(np.float32)
 
 
 # Bytes of source elements per slab. Larger slabs are slower: the allocator gets fresh pages from the system each time.
@@ -356,10 +365,14 @@ def _values(readers: Readers, weight: Weight, expert: int, start: int, count: in
     rows, columns = weight.shape[-2:]
     if weight.dtype == Q8_0:
         return decode_q8_0(_whole_rows(readers, weight.located, expert * rows + start, count), columns)
-    dtype = NUMPY_DTYPES[weight.dtype]
-    width = columns * dtype.itemsize
-    raw = readers.bytes(weight.located, (expert * rows + start) * width, count * width)
-    return raw.view(dtype).reshape(count, columns)
+    return _lines(readers, weight.located, expert * rows + start, count, columns)
+
+
+def _lines(readers: Readers, place: Located, start: int, count: int, width: int) -> np.ndarray:
+    """Read and return ``count`` rows of a tensor whose rows have ``width`` elements, as an array of its dtype."""
+    dtype = NUMPY_DTYPES[place.entry.dtype]
+    raw = readers.bytes(place, start * width * dtype.itemsize, count * width * dtype.itemsize)
+    return raw.view(dtype).reshape(count, width)
 
 
 def _whole_rows(readers: Readers, place: Located, start: int, count: int) -> npt.NDArray[np.uint8]:
@@ -406,11 +419,25 @@ def _codes(readers: Readers, weight: Weight, expert: int, start: int, count: int
     place = weight.parts[SCALES]
     if container.swizzled:
         return codes, _swizzled(readers, place, line, start, count)
-    dtype = NUMPY_DTYPES[place.entry.dtype]
-    first = -(-rows // high) * expert + start // high
-    raw = readers.bytes(place, first * line * dtype.itemsize, lines * line * dtype.itemsize)
-    scales = raw.view(dtype).reshape(lines, line)
+    scales = _lines(readers, place, -(-rows // high) * expert + start // high, lines, line)
+    if table.OUTER_SCALE in weight.parts:
+        width = -(-columns // table.OUTER_COLUMNS)
+        outer = _lines(readers, weight.parts[table.OUTER_SCALE], rows * expert + start, count, width)
+        with np.errstate(all="ignore"):  # scales may be NaN or infinite
+            return codes, E8M0.values[scales] * np.repeat(outer, table.OUTER_COLUMNS // wide, axis=1)[:, :line]
     return codes, scales if container.scale is not None else scales.astype(np.float32, copy=False)
+
+
+def inner_of(weight: Weight) -> Weight:
+    """Return a weight of dual-level MXFP4 without its outer scales, which is plain MXFP4."""
+    parts = {part: weight.parts[part] for part in (CODES, SCALES)}
+    return replace(weight, container=table.container("msmodelslim mxfp4"), parts=parts)
+
+
+def outer_scales(readers: Readers, weight: Weight, expert: int) -> npt.NDArray[np.float32]:
+    """Return the outer scales of a matrix of dual-level MXFP4, float32 [N, ceil(K / 512)]."""
+    stored = readers.array(weight.parts[table.OUTER_SCALE]).astype(np.float32)
+    return stored.reshape(weight.experts, weight.shape[-2], -1)[expert]
 
 
 def _swizzled(readers: Readers, place: Located, line: int, start: int, count: int) -> np.ndarray:
@@ -426,8 +453,8 @@ def _swizzled(readers: Readers, place: Located, line: int, start: int, count: in
 class _TransposedReader:
     """Read rows of one matrix of a stack that is stored transposed, as [E, K, N].
 
-    A matrix of at most WHOLE_EXPERT bytes is read when this object is made, and stays in memory. Rows of a larger
-    matrix are read on each call of ``rows``, with one read per column.
+    A matrix of at most WHOLE_EXPERT bytes, or of 4-bit codes in pairs, is read when this object is made, and stays in
+    memory. Rows of a larger matrix are read on each call of ``rows``, with one read per column.
 
     Args:
         readers: where to read the tensor from.
@@ -442,7 +469,11 @@ class _TransposedReader:
         self._rows, self._columns = rows, place.entry.shape[-2]
         self._first = expert * self._rows * self._columns
         self.whole: np.ndarray | None = None  # the matrix [K, N], if it is small
-        if self._rows * self._columns * self._dtype.itemsize <= WHOLE_EXPERT:
+        self._in_pairs = 2 * place.entry.shape[-1] == rows  # a byte holds the 4-bit codes of two rows of the matrix
+        if self._in_pairs:
+            count = self._columns * rows // 2
+            self.whole = unpack(readers.bytes(place, expert * count, count).reshape(self._columns, -1))
+        elif self._rows * self._columns * self._dtype.itemsize <= WHOLE_EXPERT:
             self.whole = self._read(0, self._rows * self._columns).reshape(self._columns, self._rows)
 
     def _read(self, start: int, count: int) -> np.ndarray:
@@ -453,7 +484,8 @@ class _TransposedReader:
     def rows(self, start: int, count: int) -> np.ndarray:
         """Return the rows [start, start + count) of the matrix as a contiguous array, (count, K)."""
         if self.whole is not None:
-            return np.ascontiguousarray(self.whole[:, start : start + count].T)
+            part = np.ascontiguousarray(self.whole[:, start : start + count].T)
+            return part[:, ::2] | part[:, 1::2] << np.uint8(4) if self._in_pairs else part
         found = np.empty((count, self._columns), self._dtype)
         for k in range(self._columns):
             found[:, k] = self._read(k * self._rows + start, count)

@@ -233,8 +233,7 @@ def _empty_blocks(form: Container, codes: npt.NDArray[np.uint8]) -> npt.NDArray[
     mask = sum(magnitude << shift for shift in range(0, 64, element.bits))
     height, width = form.block
     if height > 1 or width * element.bits % 64:
-        assert element.bits == 8
-        return ~_reduced(form, np.logical_or, (codes & np.uint8(mask & 0xFF)) != 0)
+        return ~_reduced(form, np.logical_or, (codes_of(form, codes) & np.uint8(magnitude)) != 0)
     words = np.ascontiguousarray(codes).view(np.uint64).reshape(len(codes), -1, width * element.bits // 64)
     joined: Any = reduce(np.bitwise_or, (words[..., i] for i in range(words.shape[-1])))
     return np.asarray((joined & np.uint64(mask)) == 0)

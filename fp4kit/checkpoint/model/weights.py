@@ -247,7 +247,7 @@ class Weight:
 
 def located(file: SafetensorsFile, entry: TensorEntry) -> Located:
     """Return the Located of a tensor: its own entry, and its file without the entries of the header."""
-    return Located(replace(file, entries=(), metadata={}), entry)
+    return Located(file.bare, entry)
 
 
 def part_names(weights: Iterable[Weight]) -> set[str]:
@@ -272,13 +272,15 @@ def any_quantized(weights: Iterable[Weight]) -> bool:
 
 def weights_of(tensors: Tensors, config: Config, damaged: bool = False) -> dict[str, Weight]:
     """Find the weights of a checkpoint: all quantized layers, and all unquantized matrices and stacks of experts."""
-    files = {file.path: replace(file, entries=(), metadata={}) for file, _ in tensors.values()}
+    headers = {file.path: file for file, _ in tensors.values()}
+    files = {path: file.bare for path, file in headers.items()}
     places = {name: Located(files[file.path], entry) for name, (file, entry) in tensors.items()}
-    found: dict[str, Weight] = {}
-    taken: set[str] = set()
+    described: Iterable[Weight] = (one for file in headers.values() for one in getattr(file, "layers", ()))
+    found = {one.tensor: one for one in described if part_names([one]) <= places.keys()}
+    taken = part_names(found.values())
     tagged = comfy_layers(tensors)
     named: dict[str, list[str]] = {}  # suffix -> the tensors whose names end with it
-    containers = [candidate for candidate in _by_config(config) if not candidate.is_cast]
+    containers = [candidate for candidate in _by_config(config) if not candidate.is_cast and not found]
     for accept_damaged in (False, True) if damaged else (False,):
         for container in containers:
             suffix = container.key_suffix
@@ -367,7 +369,7 @@ def _stored(module: str, container: Container, places: Mapping[str, Located], da
         if part == TAG or part not in parts or (part == CODES and parts[part].entry.dtype == "F4"):
             continue
         entry = parts[part].entry
-        shapes = container.shapes_of_scales(shape) if part == SCALES else (wanted,)
+        shapes = container.shapes_of_scales(shape, part) if part in (SCALES, table.OUTER_SCALE) else (wanted,)
         # In a container without block scales, a scale of shape [1, 1] is not accepted as a tensor scale, because it may
         # be the scale of a matrix that is a single block.
         few_axes = len(entry.shape) < 2 or SCALES in container.suffixes

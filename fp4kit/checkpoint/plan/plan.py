@@ -493,7 +493,7 @@ def _shard(plan: Plan, file: files.SafetensorsFile) -> ShardPlan:
     if include:
         own[names.INCLUDED] = json.dumps({"include": [*dict.fromkeys((*recorded_include([file]), *include))]})
     if plan.is_file:
-        return ShardPlan(file.name, tensors, own)
+        return ShardPlan(file.output_name, tensors, own)
     quantized = {weight.name for weight in plan.weights.values() if weight.container is not None}
     kept = {
         key: text
@@ -502,7 +502,7 @@ def _shard(plan: Plan, file: files.SafetensorsFile) -> ShardPlan:
         and not closed_world.describes_stored_layers(key, plan.source.tensors, quantized)
     }
     kept = {"format": "pt", **kept} | ({"format": mlx.FORMAT} if plan.format == mlx.FORMAT else {})
-    return ShardPlan(file.name, tensors, kept | own)
+    return ShardPlan(file.output_name, tensors, kept | own)
 
 
 def _tensor(plan: Plan, file: files.SafetensorsFile, entry: files.TensorEntry) -> TensorPlan:
@@ -605,7 +605,8 @@ def _outputs(plan: Plan, weight: Weight, piece: Piece, action: str) -> Iterator[
 def configs(plan: Plan) -> dict[str, dict[str, Any]]:
     """Return a dict from file name to JSON content, for the index and configs that engines need to load the result."""
     found: dict[str, dict[str, Any]] = {}
-    if plan.source.has_index or len(plan.files) > 1:
+    singles = model_files.SINGLE, model_files.DIFFUSERS_SINGLE  # engines find other files by an index alone
+    if plan.source.has_index or [file.name not in singles for file in plan.files] != [False]:
         weight_map = {output.name: file.name for file in plan.files for output in file.outputs}
         name = model_files.INDEX if DIFFUSERS_CLASS not in plan.config else model_files.DIFFUSERS_INDEX
         found[name] = {"metadata": {"total_size": plan.bytes_out}, "weight_map": dict(sorted(weight_map.items()))}

@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fp4kit.checkpoint.containers import table
-from fp4kit.checkpoint.containers.config_entries import IGNORED, Item, brief, declared_unquantized
-from fp4kit.checkpoint.containers.configs import EXCLUSIONS, entries
+from fp4kit.checkpoint.containers.config_entries import IGNORED, Item, attention_types, brief, declared_unquantized
+from fp4kit.checkpoint.containers.configs import EXCLUSIONS, declared, entries
 from fp4kit.checkpoint.containers.engines import comfy, mlx
 from fp4kit.checkpoint.convert import job
 from fp4kit.checkpoint.convert.rows import check_carried, check_folded, check_rescaled
@@ -34,7 +34,7 @@ from fp4kit.checkpoint.plan.request import Request
 from fp4kit.checkpoint.plan.source_layers import check_layers, expert_stacks, kv_cache_of, split_layers
 from fp4kit.checkpoint.selection import selection
 from fp4kit.checkpoint.selection.names import missing_gated_halves, shared_amax_groups
-from fp4kit.storage.files import CheckpointError, TensorEntry, shown
+from fp4kit.storage.files import CheckpointError, TensorEntry, listed, shown
 
 
 class PlanFacts:
@@ -625,7 +625,7 @@ DECLARATIONS = (
     Declaration("list of unquantized layers", (*EXCLUSIONS, "quantized_layers"), _exclusions, decoded=_UNQUANTIZED),
     Declaration(
         "quantized KV cache",
-        ("kv_cache_scheme", "kv_cache_quant_algo"),
+        ("kv_cache_scheme", "kv_cache_quant_algo", "kv_quant_type", "kv_cache_type"),
         _of_cache,
         lambda facts: facts.kv_cache.scheme or facts.kv_cache.algorithm or None,
     ),
@@ -634,6 +634,12 @@ DECLARATIONS = (
         "KV cache of another tool",
         ("kv_cache_quant_config", "kv_cache_post_rope", "static_kv_granularity"),
         _other_caches,
+    ),
+    Declaration(
+        "quantized attention or communication",
+        (),
+        lambda facts, found: (LOST, f"no output declares {listed([f'{k} {brief(v)}' for k, v in found.items()])}"),
+        lambda facts: attention_types(declared(facts.source.config)) or None,
     ),
     Declaration("input scales", (), _input_scales, _stored_input_scales, _NO_INPUTS),
     Declaration(

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fp4kit.checkpoint.containers.config_entries import brief
+from fp4kit.checkpoint.containers.config_entries import ATTENTION_TYPES, brief
 from fp4kit.checkpoint.containers.configs import declared, entries, with_declaration
 from fp4kit.checkpoint.containers.table import VALUES, OutputTensor
 from fp4kit.checkpoint.loaders.support import LLAMA4, STACKED_MOE, family_of
@@ -259,15 +259,22 @@ class KvCache(NamedTuple):
         return f"{attention}.{projection}.{leaf}" if format == "modelopt" else f"{attention}.{leaf}"
 
 
+_CACHE_ENTRIES = ("kv_cache_quant_algo", "kv_quant_type", "kv_cache_type")
+
+
 def kv_cache_of(source: Source) -> KvCache:
     """Return the quantized KV cache of a source, as its config files declare it and its tensors store it."""
     found = declared(with_declaration(source.config, source.hf_quant_config))
     scheme = found.get("kv_cache_scheme")
     declares = entries(source.config, source.hf_quant_config)
-    algorithm = next((value for key, value in declares if key == "kv_cache_quant_algo" and value), None)
+    algorithm = next((value for key, value in declares if key in _CACHE_ENTRIES and value), None)
     method = str(found.get("quant_method", "")).lower()
     form = next((one for one in CACHE_FORMATS if method.startswith(one)), "")
-    tensors = tuple(name for name in source.tensors if name.rpartition(".")[2] in _CACHE_LEAVES)
+    tensors = tuple(
+        name
+        for name in source.tensors
+        if name.rpartition(".")[2] in _CACHE_LEAVES or found.get(name) in ATTENTION_TYPES
+    )
     name = None if algorithm is None else str(algorithm).upper()
     return KvCache(scheme if isinstance(scheme, Mapping) and scheme else None, name, form, tensors)
 

@@ -413,7 +413,7 @@ def _tally_of(form: Container, slab: Slab, x: np.ndarray | None) -> StoredCounts
 
 
 # kind of container -> a recipe that gives the usual error of this kind; "mxfp8-te" for kinds that are not listed
-_USUAL = {"nvfp4": "nvfp4-te", "mxfp4": "mxfp4-ocp"}
+_USUAL = {"nvfp4": "nvfp4-te", **dict.fromkeys(("mxfp4", "fp4 groups"), "mxfp4-ocp")}
 _SAMPLED_ROWS = 64
 
 

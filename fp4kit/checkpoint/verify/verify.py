@@ -20,7 +20,7 @@ from fp4kit.checkpoint.convert.job import DEQUANTIZE, RENAME
 from fp4kit.checkpoint.convert.run_jobs import leftovers_of, source_facts
 from fp4kit.checkpoint.executors import Options, executor_of, run_all, start_devices
 from fp4kit.checkpoint.loaders.requirements import Sharding, obstacles, sharding_of
-from fp4kit.checkpoint.model.closed_world import LEFT_OUT, check_model, is_attention_scale
+from fp4kit.checkpoint.model.closed_world import ATTENTION, LEFT_OUT, check_model, is_attention_scale
 from fp4kit.checkpoint.model.doubts import CERTAIN, SWAPPED_NIBBLES, swapped_layers
 from fp4kit.checkpoint.model.inspect import Checkpoint
 from fp4kit.checkpoint.model.model_files import MANIFEST, Source, differences, load_manifest, open_source
@@ -380,14 +380,18 @@ def _compared_with_source(
     used |= matrices | {item.name for item in items if item.why in LEFT_OUT}
     used |= {name for names in transposed.values() for name in names}
     without = [check.stored.name for check in checks if check.origin is None and check.stored.name not in transposed]
+    unlike_source = {item.name for item in model.items if item.why in (*LEFT_OUT, ATTENTION)}  # only some tools write
     copies, unlike, cast = [], [], []
     for name, (file, entry) in model.tensors.items():
         if name in made:
             continue
         if name not in original.tensors:
-            without += [] if is_attention_scale(name) else [name]
+            without += [] if is_attention_scale(name) or name in unlike_source else [name]
             continue
         used.add(name)
+        if entry.note:
+            cast.append(Issue("warning", name, f"is not compared: {entry.note}"))
+            continue
         other_file, other = original.tensors[name]
         floats = {entry.dtype, other.dtype} <= {*FLOAT_DTYPES, *_CASTS}
         if entry.shape != other.shape or not (entry.dtype == other.dtype or floats):

@@ -67,6 +67,7 @@ MLX affine integers |  | .weight U32[64,16] .scales BF16[64,2] .biases BF16[64,2
 integers of torchao with zero points | torchao | ._weight_qdata I8[64,128] ._weight_scale BF16[64,1] ._weight_zero_point I8[64,1]
 packed integers of compressed-tensors | compressed-tensors | .weight_packed I32[64,16] .weight_scale BF16[64,2]
 INT8 of compressed-tensors or Model-Optimizer | compressed-tensors | .weight I8[64,128] .weight_scale BF16[64,1]
+integers of msmodelslim | msmodelslim | .weight I8[64,128] .weight_scale F32[64,1] .weight_offset F32[64,1]
 INT4 of Model-Optimizer | modelopt | .weight U8[32,128] .weight_scale F32[64,1]
 MXFP6 | quark | .weight U8[64,96] .weight_scale U8[64,4]
 sparse weights of compressed-tensors | compressed-tensors | .compressed BF16[2048] .bitmask U8[64,16] .row_offsets I64[64,1]

@@ -333,7 +333,7 @@ def test_names_that_differ_in_case(tmp_path: Path) -> None:
 
 def test_paths_that_users_often_give(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synthetic.dense(tmp_path / "m")
-    (tmp_path / "a.onnx").write_bytes(b"\x08\x07")
+    (tmp_path / "a.bin").write_bytes(b"\x08\x07")
     monkeypatch.chdir(tmp_path)
     for name in ("meta-llama/Llama-3.1-8B", "https://huggingface.co/meta-llama/Llama-3.1-8B"):
         hub = "meta-llama/Llama-3.1-8B"
@@ -344,7 +344,7 @@ def test_paths_that_users_often_give(tmp_path: Path, monkeypatch: pytest.MonkeyP
     shard = next((tmp_path / "m").glob("*.safetensors")).relative_to(tmp_path)
     for file in (str(shard), "m/config.json"):
         _refused(Path(file), f"{file}: is a file; a Hugging Face model directory is needed; pass its directory, m")
-    _refused(Path("a.onnx"), "is a file; a Hugging Face model directory is needed; use the safetensors model that the")
+    _refused(Path("a.bin"), "is a file; a Hugging Face model directory is needed; load the model with transformers")
     with pytest.raises(CheckpointError, match=r"^m/none: does not exist; a Hugging Face model directory is needed$"):
         open_source(Path("m/none"))
 
@@ -354,7 +354,8 @@ def test_paths_that_users_often_give(tmp_path: Path, monkeypatch: pytest.MonkeyP
     [
         ("pytorch_model.bin", "load the model with transformers and write safetensors with model.save_pretrained(DIR)"),
         ("model.gguf", "pass the GGUF file itself"),
-        ("model.onnx", "use the safetensors model that the ONNX file was exported from"),
+        ("model.onnx", "pass the ONNX file itself"),
+        ("model.xml", "pass the .xml file itself, if it is an OpenVINO model"),
         ("rank0.engine", "use the safetensors model that the TensorRT engine was built from"),
     ],
 )
@@ -420,7 +421,6 @@ def test_directories_around_a_model(tmp_path: Path) -> None:
 def test_files_of_other_kinds(tmp_path: Path) -> None:
     for name, text in (
         ("pytorch_model.bin", "save_pretrained(DIR)"),
-        ("m.onnx", "that the ONNX file was exported"),
         ("__0_0.distcp", "merge the shards of torch.distributed"),
         ("model.safetensors.incomplete", "the download has not ended"),
         ("m.ckpt", "PyTorch"),
