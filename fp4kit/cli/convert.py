@@ -604,8 +604,7 @@ COMMANDS = {
             "       fp4kit convert [options] --demo DST\n"
             "       fp4kit convert --remove-stale DST"
         },
-        usual=(
-            "--demo --recipe --format --engine --scheme --keep --only --activations --adapter --dry-run --resume".split()
-        ),
+        usual="--demo --recipe --format --engine --scheme --keep --only --activations --adapter --dry-run"
+        " --resume".split(),
     ),
 }

@@ -170,8 +170,11 @@ def _formats(args: argparse.Namespace, out: Output) -> int:
     """Run the command formats: print the tables of formats, or the values of one format. Return 0."""
     if args.name is not None:
         scaled: dict[str, tuple[Sequence[str], Sequence[str]]] = {}  # format with scales -> its columns and row
-        scaled.update((row[0], (tables.LEVEL_COLUMNS, row)) for row in reversed(tables.level_rows()))
-        scaled.update((row[0], (tables.BLOCK_COLUMNS, row)) for row in tables.block_rows())
+        for titles, row in (
+            *((tables.BLOCK_COLUMNS, row) for row in tables.block_rows()),
+            *((tables.LEVEL_COLUMNS, row) for row in tables.level_rows()),
+        ):
+            scaled.setdefault(row[0], (titles, row))
         name, named = args.name.upper(), {f.name: f for f in tables.LISTED_FORMATS}
         if name in scaled:
             out.table(scaled[name][0], [scaled[name][1]])
