@@ -51,9 +51,10 @@ from fp4kit.quantized.slicing import allow_torch_load, moved_to, part_of, reduce
 from fp4kit.recipes import Recipe, custom_recipe, recipe, recipes
 from fp4kit.units import DotAdd, FloorDotAdd, IntegerAdd, Unit, unit, units
 
+_MODULES = ("attention", "calibration", "checkpoint", "cuda", "jax", "plot", "qat", "testing", "torch")
 # Names that users may expect in this module: {name: end of the error message, which says where the name is}.
 _ELSEWHERE = {
-    **{name: f"; run import fp4kit.{name} first" for name in ("torch", "jax", "checkpoint", "cuda", "plot", "testing")},
+    **{name: f"; run import fp4kit.{name} first" for name in _MODULES},
     **dict.fromkeys(
         ("FakeQuantSettings", "FakeQuantized", "fake_quantize_model"),
         "; it is in fp4kit.torch, after import fp4kit.torch",

@@ -87,6 +87,7 @@ def as_shape(op: str, shape: Any) -> tuple[int, ...]:
 # {argument name that other libraries use: (fp4kit's parameter, the advice in the error message)}
 _OTHER_NAMES = {
     "block_size": ("recipe", "the recipe sets it; pass dataclasses.replace(fp4kit.recipe(...), block=(1, 32))"),
+    "block": ("recipe", "the recipe sets it; pass dataclasses.replace(fp4kit.recipe(...), block=(1, 32))"),
     "group_size": ("recipe", "the recipe sets it; pass dataclasses.replace(fp4kit.recipe(...), block=(1, 32))"),
     "dim": ("axis", "use axis"),
     "amax": ("tensor_amax", "use tensor_amax"),

@@ -421,6 +421,32 @@ def unit(id: str) -> Unit:
     return unit_of("unit", id)
 
 
+# {how users may call a card or an architecture: the unit that models it}
+_CARDS = {
+    **dict.fromkeys(("v100", "volta"), "sm70"),
+    **dict.fromkeys(("t4", "turing"), "sm75"),
+    **dict.fromkeys(("a100", "a30", "ampere"), "sm80"),
+    **dict.fromkeys(("l4", "l40", "l40s", "rtx4090", "ada"), "sm89"),
+    **dict.fromkeys(("h100", "h200", "h800", "h20", "gh200", "hopper"), "sm90"),
+    **dict.fromkeys(("b100", "b200", "gb200", "blackwell"), "sm100"),
+    **dict.fromkeys(("mi300", "mi300a", "mi300x", "mi325x", "gfx942"), "cdna3"),
+}
+_SIGNS = str.maketrans("", "", "_- ")
+_UNMODELED = ("sm103", "b300", "gb300", "sm120", "rtx5090", "rtxpro6000", "sm121", "gb10", "mi350", "mi355x", "gfx950")
+
+
+def _unit_hint(given: str) -> str:
+    """Return the end of the error for an id that no unit has: the unit of a card, or the nearest ids; "" for none."""
+    plain = given.lower().translate(_SIGNS)
+    if plain in _UNMODELED:
+        return f"; no unit models {given}"
+    known = {id.translate(_SIGNS): id for id in UNITS}
+    if found := _CARDS.get(plain) or known.get(plain) or known.get(plain.removesuffix("a")):
+        return f"; {found} models {given}" if plain in _CARDS else f"; did you mean {found}?"
+    near = get_close_matches(given, UNITS, 3)
+    return f"; did you mean {' or '.join(near)}?" if near else ""
+
+
 def unit_of(op: str, given: Any) -> Unit:
     """Return the argument unit of a public function as a Unit. A Unit is returned unchanged, and an id is looked up.
 
@@ -432,9 +458,7 @@ def unit_of(op: str, given: Any) -> Unit:
     if type(given) is not str:
         raise TypeError(f"{op}: unit is {given!r:.60}; needs a Unit or an id, such as 'sm100'")
     if given not in UNITS:
-        near = get_close_matches(given, UNITS, 3)
-        hint = f"; did you mean {' or '.join(near)}?" if near else ""
-        raise ValueError(f"{op}: unit is {given!r:.60}; needs one of {', '.join(UNITS)}{hint}")
+        raise ValueError(f"{op}: unit is {given!r:.60}; needs one of {', '.join(UNITS)}{_unit_hint(given)}")
     return UNITS[given]
 
 

@@ -263,6 +263,7 @@ def check_complete(op: str, r: Recipe, block_scale: Any, tensor_scale: Any) -> N
     for name, is_given in given.items():
         if is_given and not has[name]:
             raise ValueError(f"{op}: {name} was given, but {r.id} has none; leave it out")
+    for name, is_given in given.items():  # in a loop of its own: now the recipe has every scale that was given
         if has[name] and not is_given:
             other = next(iter(given.keys() - {name}))
             raise ValueError(f"{op}: {other} was given without {name}; {r.id} has both; give both scales, or neither")

@@ -44,7 +44,7 @@ _GROUPS = {
     },
 }
 _EXAMPLES = {
-    "fp4kit convert --demo tiny": "quantize a small model, to see how it works",
+    "fp4kit convert --demo minilm-nvfp4": "quantize a small model to this directory",
     "fp4kit convert Llama-3.1-8B Llama-NVFP4": "quantize a Hugging Face model directory",
     "fp4kit verify Llama-NVFP4 --source Llama-3.1-8B": "check the result against the original",
     "fp4kit recipes nvfp4": "list the recipes of a format",

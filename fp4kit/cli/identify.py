@@ -145,8 +145,9 @@ def _stored(args: argparse.Namespace, out: Output) -> int:
     out.lines(f"PROBLEM: {count} sampled layers: {shown(text)}" for text, count in problems.most_common())
     out.lines(f"{shown(what)}: {shown(text)}" for what, text in facts)
     if not checkpoint.layers and not refused:
-        out.line("there are no quantized layers")
-    out.line("not checked: which recipe gives the bytes; add --source SRC with the unquantized model")
+        out.line("there are no quantized layers, so there is nothing to identify")
+    else:
+        out.line("not checked: which recipe gives the bytes; add --source SRC with the unquantized model")
     return DIFFERENT if problems or refused else DONE
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from rich.cells import cell_len
 from rich.filesize import decimal
 
-from fp4kit.formats import BLOCK_FORMATS, ELEMENT_FORMATS, ElementFormat
+from fp4kit.formats import BLOCK_FORMATS, BNB_FP4, ELEMENT_FORMATS, MX4, NF4, ElementFormat
 from fp4kit.recipes import ALIASES, ALL_RECIPES, PRODUCER_ALIASES, Recipe, recipe
 from fp4kit.storage.files import dump_object, shown
 
@@ -366,7 +366,12 @@ def _encodes(text: str) -> bool:
 
 
 RECIPE_COLUMNS = ("recipe", "block", "scale rule", "equal bit for bit to", "evidence", "versions", "source")
+SHORT_COLUMNS = tuple(title for title in RECIPE_COLUMNS if title not in ("equal bit for bit to", "source"))
 FORMAT_COLUMNS = ("format", "bits", "largest", "smallest normal", "smallest", "NaN", "values")
+# ELEMENT_FORMATS, the codebooks, and the other elements of hierarchical formats
+LISTED_FORMATS = tuple(
+    dict.fromkeys((*ELEMENT_FORMATS, NF4, BNB_FP4, MX4, *(r.element for r in ALL_RECIPES.values() if r.levels)))
+)
 BLOCK_COLUMNS = ("block format", "element", "scale", "block", "tensor scale", "bits per value")
 LEVEL_COLUMNS = ("hierarchical format", "element", "levels of scales", "bits per value")
 VALUE_COLUMNS = ("code", "bits", "value")
@@ -398,6 +403,14 @@ def recipe_rows(ids: Iterable[str] = tuple(ALL_RECIPES)) -> list[tuple[str, ...]
             r.source,
         )
         for r in map(recipe, ids)
+    ]
+
+
+def short_rows(rows: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """Return rows of the table of recipes with the columns SHORT_COLUMNS, which fit a terminal of 80 columns."""
+    return [
+        (name, block, shortened(rule, 30, "..."), evidence, versions)
+        for name, block, rule, _, evidence, versions, _ in rows
     ]
 
 
@@ -436,7 +449,7 @@ def format_rows() -> list[tuple[str, ...]]:
             _nan(f),
             _values(f),
         )
-        for f in ELEMENT_FORMATS
+        for f in LISTED_FORMATS
     ]
 
 

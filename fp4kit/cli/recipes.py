@@ -37,7 +37,6 @@ from fp4kit.evidence.golden import check as agreement
 from fp4kit.evidence.golden.golden_set import GoldenSet
 from fp4kit.evidence.golden.rows import ROWS
 from fp4kit.evidence.live import run as producers
-from fp4kit.formats import BNB_FP4, ELEMENT_FORMATS, MX4, NF4
 from fp4kit.recipes import ALIASES, ALL_RECIPES, family, recipe, recipes
 from fp4kit.recipes.schema import PRODUCERS
 
@@ -50,6 +49,8 @@ def _bar(out: Output, *columns: ProgressColumn) -> Progress:
 
 def _recipes(args: argparse.Namespace, out: Output) -> int:
     """Run the command recipes: list recipes, or compare them with producers (--check, --live)."""
+    if args.long and (args.check or args.versions or args.presets):
+        raise ValueError("--long is for the list of recipes, --agreement and --live; leave it out")
     ids = _named(args.ids, families=not (args.check or args.live)) or recipes()
     if args.versions:
         return _versions(out, ids)
@@ -61,16 +62,19 @@ def _recipes(args: argparse.Namespace, out: Output) -> int:
         if getattr(args, name) is not None and not args.live:
             raise ValueError(f"--{name} was given without --live; add --live")
     if args.live:
-        return live(out, ids, 10.0 if args.seconds is None else args.seconds, args.seed or 0)
+        return live(out, ids, 10.0 if args.seconds is None else args.seconds, args.seed or 0, args.long)
     if args.check:
         return _check(out, ids, GoldenSet.find() if args.golden is None else GoldenSet.open(args.golden))
     if args.agreement:
         rows = agreement.agreement_rows()
-        out.table(agreement.COLUMNS, rows)
+        out.table(agreement.COLUMNS, rows if args.long else [(a, _first(b, " = ")) for a, b in rows])
         out.document("agreement/1", {"groups": _objects(agreement.COLUMNS, rows)})
         return DONE
     rows = tables.recipe_rows(ids)
-    out.table(tables.RECIPE_COLUMNS, rows)
+    if args.long:
+        out.table(tables.RECIPE_COLUMNS, rows)
+    else:
+        out.table(tables.SHORT_COLUMNS, tables.short_rows(rows))
     found = []
     for id, row in zip(ids, _objects(tables.RECIPE_COLUMNS[1:], [r[1:] for r in rows]), strict=True):
         versions = recipe(id).versions
@@ -88,6 +92,16 @@ def _named(names: Sequence[str], families: bool) -> tuple[str, ...]:
     return tuple(found)
 
 
+_MOST_NAMES = 3  # the largest number of recipes in one cell of a table, without --long
+
+
+def _first(cell: str, separator: str) -> str:
+    """Return the first recipes of a cell, and the number of the others."""
+    names = cell.split(separator)
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    return separator.join(names[:_MOST_NAMES]) + more
+
+
 def _objects(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[dict[str, str]]:
     """Return the rows of a table as dicts for JSON: column title -> cell."""
     keys = [title.removeprefix("#").replace(" ", "_") for title in columns]
@@ -102,13 +116,17 @@ def _check(out: Output, ids: tuple[str, ...], golden: GoldenSet) -> int:
     rows = []
     for result in results:
         variants = sorted({f"{row.file}/{row.variant}" for row in ROWS if row.recipe == result.recipe})
-        count = f"{result.equal} / {result.compared}" if result.compared else "no vectors"
+        count = f"{result.equal} / {result.compared}" if result.compared else "no recorded outputs"
         rows.append((result.recipe, count, ", ".join(variants)))
     out.table(("recipe", "#arrays equal", "recorded as"), rows)
     out.lines(f"{r.recipe}: {d.key}: {d.differing} of {d.size} differ" for r in results for d in r.differences)
     equal, compared = sum(r.equal for r in results), sum(r.compared for r in results)
     out.lines(filter(None, [golden.note]))
-    out.line(f"{equal} of {compared} arrays are equal in every bit; {compared - equal} unequal")
+    if compared:
+        out.line(f"{equal} of {compared} arrays are equal in every bit; {compared - equal} unequal")
+    else:
+        derived = not any(recipe(id).evidence for id in ids)
+        out.line("no recorded outputs" + (": derived from the producer's source code" if derived else " were found"))
     keys = ("key", "differing", "size")
     checked = [
         {
@@ -151,9 +169,20 @@ def _versions(out: Output, ids: tuple[str, ...]) -> int:
 def _formats(args: argparse.Namespace, out: Output) -> int:
     """Run the command formats: print the tables of formats, or the values of one format. Return 0."""
     if args.name is not None:
-        named = {f.name: f for f in (*ELEMENT_FORMATS, NF4, BNB_FP4, MX4)}
-        if (found := named.get(args.name.upper())) is None:
-            raise ValueError(f"there is no format {args.name!r}; needs one of {', '.join(named)}")
+        scaled: dict[str, tuple[Sequence[str], Sequence[str]]] = {}  # format with scales -> its columns and row
+        for titles, row in (
+            *((tables.BLOCK_COLUMNS, row) for row in tables.block_rows()),
+            *((tables.LEVEL_COLUMNS, row) for row in tables.level_rows()),
+        ):
+            scaled.setdefault(row[0], (titles, row))
+        name, named = args.name.upper(), {f.name: f for f in tables.LISTED_FORMATS}
+        if name in scaled:
+            out.table(scaled[name][0], [scaled[name][1]])
+            out.line()
+            name = scaled[name][1][1]
+        if (found := named.get(name)) is None:
+            names = dict.fromkeys((*named, *scaled))
+            raise ValueError(f"there is no format {args.name!r}; needs one of {', '.join(names)}")
         rows = tables.value_rows(found)
         out.table(tables.VALUE_COLUMNS, rows)
         out.document("formats.values/1", {"format": found.name, "values": _objects(tables.VALUE_COLUMNS, rows)})
@@ -172,19 +201,24 @@ def _formats(args: argparse.Namespace, out: Output) -> int:
     return DONE
 
 
-def live(out: Output, ids: tuple[str, ...], seconds: float, seed: int) -> int:
+def live(out: Output, ids: tuple[str, ...], seconds: float, seed: int, long: bool = False) -> int:
     """Compare every installed producer (a library that quantizes) with fp4kit on random inputs, and print the
     result.
+
+    long: whether to list all recipes that were not run.
     """
     if not 0 < seconds < math.inf:
         raise ValueError(f"--seconds is {seconds:g}; a positive finite number is needed")
     if seed < 0:
         raise ValueError(f"--seed is {seed}; a number of at least 0 is needed")
     results = _run_producers(out, ids, seconds, seed)
+    left_out = producers.left_out_rows(results, ids)
+    if not long:
+        left_out = [(_first(names, ", "), why) for names, why in left_out]
     out.table(producers.COLUMNS, producers.rows(results))
     for title, columns, rows in (
         ("Recipes that differ:", producers.RECIPE_COLUMNS, producers.differing_rows(results)),
-        ("Recipes that were not run:", producers.LEFT_OUT_COLUMNS, producers.left_out_rows(results, ids)),
+        ("Recipes that were not run:", producers.LEFT_OUT_COLUMNS, left_out),
     ):
         if rows:
             out.line()
@@ -378,6 +412,12 @@ COMMANDS = {
                     ("--versions", "compare the recorded versions of producers with those in pip's package index"),
                 )
             ),
+            flag(
+                "--long",
+                "also show what a recipe equals bit for bit, and its source; with --agreement and --live: all recipes"
+                " of a row, instead of the first three",
+                action="store_true",
+            ),
             flag("--seconds", "with --live: how long each producer runs (default: 10)", type=float, metavar="S"),
             flag("--seed", "with --live: seed of the inputs (default: 0)", type=int, metavar="N"),
             flag("--golden", f"with --check: {_GOLDEN}", metavar="DIR"),
@@ -391,7 +431,14 @@ COMMANDS = {
             "fp4kit formats": "list element formats, scale formats and block formats",
             "fp4kit formats E6M2": "list the values of a format",
         },
-        [flag("name", "element or scale format whose values are listed", nargs="?", metavar="FORMAT")],
+        [
+            flag(
+                "name",
+                "format whose values are listed; for a format with scales, those of its elements",
+                nargs="?",
+                metavar="FORMAT",
+            )
+        ],
     ),
     "selftest": Command(
         _selftest,

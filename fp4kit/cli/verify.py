@@ -76,7 +76,9 @@ def _print_report(out: Output, report: VerifyReport) -> None:
     verdict.
     """
     columns = ("layer", "format", "#SQNR dB", "#clipped", "#zero blocks", "#flushed", "#differing bytes")
-    out.table(columns, [_cells(layer) for layer in report.layers])
+    named = {issue.subject for issue in report.issues}
+    listed = [x for x in report.layers if x.tally.compared or x.compared or x.tally.zero_blocks or x.name in named]
+    out.table(columns, [_cells(layer) for layer in listed])
     out.lines(f"{severity}: {text}" for severity, text in lines_of(report.issues))
     if not report.layers:
         out.line(
@@ -214,9 +216,12 @@ def _contract(args: argparse.Namespace, out: Output) -> int:
     """Run the command contract."""
     if (args.path or args.engine) if args.list else not (args.path or args.engine):
         raise CheckpointError("give PATH, --engine with --scheme, both, or --list alone")
+    if args.long and not args.list:
+        raise CheckpointError("--long was given without --list; add --list")
     if args.list:
         rows = [_serving_row(row) for row in servings()]
-        out.records(rows, {name: f"{{{name}}}" for name in _SHOWN_OF_ENGINES})
+        shown_columns = [name for name in _SHOWN_OF_ENGINES if args.long or name not in ("weights", "activations")]
+        out.records(rows, {name: f"{{{name}}}" for name in shown_columns})
         out.document("engines/1", {"engines": rows})
         return DONE
     row = serving_of("contract", args.engine, args.scheme, args.route, args.format) if args.engine else None
@@ -303,6 +308,7 @@ COMMANDS = {
         [
             path_flag("path", "PATH", f"checkpoint or contract to show: {_KINDS}", nargs="?"),
             flag("--list", "list what is known of engines", action="store_true"),
+            flag("--long", "with --list: also the recipes of weights and activations", action="store_true"),
             flag("--engine", "the name of an engine, such as transformers", metavar="ENGINE"),
             flag("--scheme", "the formats of weights and activations, such as nvfp4-w4a4", metavar="SCHEME"),
             flag("--route", "how the engine loads or computes, as --list shows it (default: the first)"),
@@ -350,8 +356,10 @@ COMMANDS = {
         ],
         hints={"": "; did you mean --source {}?"},
         parser={
-            "epilog": "Exit codes: 0 no errors, but there may be warnings; 1 errors, such as bytes that differ; 2 the"
-            " checkpoint cannot be read."
+            "epilog": "The table lists the layers that were compared with a source, or of which something is to be"
+            " said. clipped: weights of the source that are larger than the largest value that their block can store."
+            " flushed: blocks of zeros in which the source has other values. Exit codes: 0 no errors, but there may be"
+            " warnings; 1 errors, such as bytes that differ; 2 the checkpoint cannot be read."
         },
     ),
     "compare": Command(

@@ -383,8 +383,18 @@ def by_other_layers(
             pairs = zip(labels, one.makers, strict=True)
             made = [f"{label} has the bits of {maker}" for label, maker in pairs if maker]
             way = [] if has_weights else ["pass the unquantized weights (weights=) to name the recipe"]
-            text = "; ".join(filter(None, (layer.setting, *made, _EVERY, *way)))
+            every = f"every quantized layer differs: {others}" if (others := _recipes_differ(one)) else _EVERY
+            text = "; ".join(filter(None, (layer.setting, *made, every, *way)))
         yield replace(layer, setting=text or layer.setting + _UNKNOWN * ("nearest is" in layer.setting))
+
+
+def _recipes_differ(one: Seen) -> str:
+    """Return text that names the recipes of both sides if they differ; "" if they do not, or one is unknown."""
+    return (
+        f"the recipes differ ({', '.join(one.recipes)})"
+        if None not in one.recipes and len(set(one.recipes)) > 1
+        else ""
+    )
 
 
 def _cause(
@@ -417,6 +427,8 @@ def _cause(
         return ""
     if layer.kind == "tensor":
         return "other tensors are equal, so this one was computed or sent at another time (stale)"
+    if others := _recipes_differ(one):
+        return f"{others}, although they give the same bytes in other layers"
     return (
         "other layers of the same recipe are equal, so one side has another weight here: a stale one, from an earlier"
         " step, or a damaged one; send it again"

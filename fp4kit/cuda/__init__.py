@@ -298,10 +298,17 @@ def source(
         if value not in values:
             needed = " or ".join(map(repr, values))
             raise ValueError(f"source: {name} is {value!r:.60}; {operation} needs {needed}")
-    r, x = recipe_of(operation, recipe), _matrix(dtype, arch, shape, 0 if aligned else 1, multiprocessors)
-    with parse.declined_as_error("source"):
+    try:
+        r = recipe_of(operation, recipe)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"source: {str(error).removeprefix(f'{operation}: ')}") from None
+    x = _matrix(dtype, arch, shape, 0 if aligned else 1, multiprocessors)
+    try:
         dispatch.check_formats(r)
         launch, needs = prepare(_call(operation, x, r, options), axis == "both")
+    except parse.Declined as reason:  # without the advice for arrays, which source does not take
+        why = str(reason).removesuffix(f"; {dispatch.ON_THE_CPU}").removesuffix("; needs an array in host memory")
+        raise NotImplementedError(f"source: {why}") from None
     (text, name), fields, target = launch.function, launch.fields.names or (), x.target.arch
     sizes = dict(zip(fields[len(fields) - len(launch.sizes) :], launch.sizes, strict=True))
     members = _members(text.splitlines()[-1], name)

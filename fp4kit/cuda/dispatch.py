@@ -427,7 +427,7 @@ def kernel_for(request: LaunchRequest) -> KernelChoice:
     return choice
 
 
-_ON_THE_CPU = "compute on the CPU with cupy.asnumpy(x)"
+ON_THE_CPU = "compute on the CPU with cupy.asnumpy(x)"  # the end of the reasons of Declined
 
 
 def why_declined(request: LaunchRequest) -> str:
@@ -449,19 +449,19 @@ def _reasons(request: LaunchRequest) -> Iterator[tuple[bool, str]]:
         yield request.grouped, f"{rounding} in a group has no CUDA kernel; call quantize for each array"
         needed = f"scales computed from x, and blocks of one row and a multiple of {NOISE_RUN} columns"
         where = "under given scales" if request.scaled else f"in {blocks}"
-        yield True, f"{rounding} {where} has {none} {needed}; {_ON_THE_CPU}"
+        yield True, f"{rounding} {where} has {none} {needed}; {ON_THE_CPU}"
     needed = f"a multiple of {EDEN_RUN} columns, and amax_nan 'ignore' or 'propagate'"
-    yield fake_unit(r) > 1, f"{blocks} by {r.id} have {none} {needed}; {_ON_THE_CPU}"
+    yield fake_unit(r) > 1, f"{blocks} by {r.id} have {none} {needed}; {ON_THE_CPU}"
     what = "amax_nan='lanes'" if r.amax_nan == "lanes" else blocks
     needed = "one row of 16, 32, 64, 128, 256 or 512 columns, and amax_nan 'ignore' or 'propagate'"
-    yield uses_fake_rule(request), f"{what} with fake_rule={r.fake_rule!r} have {none} {needed}; {_ON_THE_CPU}"
+    yield uses_fake_rule(request), f"{what} with fake_rule={r.fake_rule!r} have {none} {needed}; {ON_THE_CPU}"
     needed = f"a multiple of {SCALED_RUN} columns"
-    yield request.scaled, f"{blocks} under given scales have {none} {needed}; {_ON_THE_CPU}"
+    yield request.scaled, f"{blocks} under given scales have {none} {needed}; {ON_THE_CPU}"
     is_tall = rows > 1 or r.four_over_six is not None
     what = "block_amax of blocks of several rows, or of 4over6, has no CUDA kernel; compute on the CPU"
     yield request.calibrated and is_tall, what
     needed = "16 columns or a multiple of 32 (at most 32 for blocks of several rows and 4over6)"
-    yield True, f"{blocks} have {none} {needed}; {_ON_THE_CPU}"
+    yield True, f"{blocks} have {none} {needed}; {ON_THE_CPU}"
 
 
 MAX_EXPONENT = 100  # the largest |exponent| of an element, so that encoding and decoding stay in float32's range
@@ -471,7 +471,7 @@ FOUR_OVER_SIX_COLUMNS = 16  # the columns of a 4over6 block that kernels support
 def check_formats(r: Recipe) -> None:
     """Raise Declined if no kernel supports a recipe. The message says what is needed and what to do instead."""
     if wrong := unsupported(r):
-        raise Declined(f"{r.id} has {wrong}; {_ON_THE_CPU}")
+        raise Declined(f"{r.id} has {wrong}; {ON_THE_CPU}")
 
 
 @lru_cache(256)

@@ -20,7 +20,7 @@ from fp4kit.call.parse import Call, Declined
 from fp4kit.call.search_scales import BLOCK_COLUMNS, MAX_OFFSET, Search
 from fp4kit.cuda.amax import amax, tensor_amax
 from fp4kit.cuda.compiler import Trait, recipe_struct
-from fp4kit.cuda.dispatch import check_formats, kernel_for
+from fp4kit.cuda.dispatch import ON_THE_CPU, check_formats, kernel_for
 from fp4kit.cuda.launch import (
     THREADS,
     GroupedLaunch,
@@ -45,7 +45,6 @@ from fp4kit.reference.codec import is_per_expert, part_for_matrix
 from fp4kit.reference.search import AROUND_FLOOR, DEFAULT_TERMS, FACTORS, SearchTerms, multiples
 
 _ALL_OFFSETS = (-MAX_OFFSET, MAX_OFFSET)
-_ON_THE_CPU = "compute on the CPU with cupy.asnumpy(x)"
 LANES, POWER_LANES = 32, 4  # threads that share a block in a full search (kLanes): for E4M3 scales, for E8M0 scales
 MAX_BLOCK_COLUMNS = 1024  # the widest block of a full search of E8M0 scales
 _WORD = (1 << 64) - 1  # x & _WORD gives the two's complement of a negative int x, as an unsigned 64-bit number
@@ -92,7 +91,7 @@ def check_search(search: Search) -> None:
     _check_transform(r, terms, search.call.mask)
     if search.searches_e8m0 and (r.block_size % BLOCK_COLUMNS or r.block_size > MAX_BLOCK_COLUMNS):
         needed = f"needs a multiple of {BLOCK_COLUMNS}, {MAX_BLOCK_COLUMNS} at most"
-        raise Declined(f"no CUDA kernel searches blocks of {r.block_size} columns; {needed}; {_ON_THE_CPU}")
+        raise Declined(f"no CUDA kernel searches blocks of {r.block_size} columns; {needed}; {ON_THE_CPU}")
 
 
 def search_matrix(
@@ -169,7 +168,7 @@ def with_searched_amaxes(call: Call) -> Call:
 def _check_transform(r: Recipe, terms: SearchTerms, mask: int | None) -> None:
     """Raise Declined if elements are transformed before a search, but its kernel supports no Hadamard transform."""
     if mask is not None and (terms.hessian is not None or not _is_pruned(r, terms)):
-        raise Declined(f"no CUDA kernel searches scales of {r.id} after a Hadamard transform; {_ON_THE_CPU}")
+        raise Declined(f"no CUDA kernel searches scales of {r.id} after a Hadamard transform; {ON_THE_CPU}")
 
 
 @cache

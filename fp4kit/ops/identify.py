@@ -266,7 +266,8 @@ class Identification(Shown):
             return "no recipe has this format"
         best = self.matches[0]
         share = min(100 * best.fraction, 99.99)
-        return f"no recipe reproduces all bytes; nearest is {best.recipe} with {share:.2f}% of bytes"
+        text = f"no recipe reproduces all bytes; nearest is {best.recipe} with {share:.2f}% of bytes"
+        return text + "; so few that x is probably not the source" * (best.fraction < 0.5)
 
     def __iter__(self) -> Iterator[Match]:
         return iter(self.matches)

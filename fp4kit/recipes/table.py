@@ -152,13 +152,15 @@ def family(words: str) -> tuple[str, ...]:
     return tuple(id for id in ALL_RECIPES if wanted in f"-{id}-")
 
 
-def several(ids: Iterable[str], near: Recipe) -> str:
+def several(ids: Iterable[str], near: Recipe, own: str = "") -> str:
     """Return up to five ids as text for an error message, followed by the number of ids that were left out.
 
-    Ids with the format of the recipe `near` come first. Ids with fewer parts, which hyphens separate, come before
-    longer ids.
+    Ids with the format of the recipe `near` come first, and among them those of the producer `own`. Ids with fewer
+    parts, which hyphens separate, come before longer ids.
     """
-    ordered = sorted(ids, key=lambda id: (RECIPES[id].format_name != near.format_name, id.count("-")))
+    ordered = sorted(
+        ids, key=lambda id: (RECIPES[id].format_name != near.format_name, f"-{own}" not in id, id.count("-"))
+    )
     return ", ".join(ordered[:5]) + (f" and {len(ordered) - 5} more" if len(ordered) > 5 else "")
 
 

@@ -118,6 +118,8 @@ def dump_object(value: dict[str, Any], indent: int = 2) -> bytes:
 def whole_file(path: Path) -> Iterator[Path]:
     """Yield a temporary path beside ``path``, to which the caller writes the new file."""
     # The caller flushes the content to the disk if it must survive a crash.
+    if not path.parent.is_dir():
+        raise FileNotFoundError(f"{shown(str(path))}: there is no folder {shown(str(path.parent))}; create it first")
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}")
     try:
         yield temporary

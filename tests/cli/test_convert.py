@@ -202,7 +202,8 @@ def test_convert_activations(tmp_path: Path, run: Run) -> None:
         (["convert", "--demo", "a", "b"], "fp4kit convert: got 2 path(s); --demo needs one: DST\n"),
         (
             ["convert", "none", "out"],
-            "fp4kit convert: none: does not exist; a Hugging Face model directory is needed\n",
+            "fp4kit convert: none: does not exist; a Hugging Face model directory, a .safetensors or a GGUF file is"
+            " needed\n",
         ),
         (["inspect", "none"], f"fp4kit inspect: none: does not exist; {NEEDED}\n"),
         (["compare", "none", "x"], f"fp4kit compare: none: does not exist; {NEEDED}\n"),
@@ -397,7 +398,9 @@ def test_identify_without_a_source_says_what_the_checkpoint_tells(tmp_path: Path
     )
     assert "recipe.yaml: GPTQModifier, AWQModifier\n" in run("identify", tmp_path / "q").out
     assert "add --source SRC" in run("identify", tmp_path / "q", "--all").err
-    assert "there are no quantized layers" in run("identify", tmp_path / "m").out
+    unquantized = run("identify", tmp_path / "m").out
+    assert "there are no quantized layers, so there is nothing to identify\n" in unquantized
+    assert "--source" not in unquantized
 
 
 def test_identify_without_a_source_names_what_it_does_not_know(tmp_path: Path, run: Run) -> None:
@@ -432,6 +435,8 @@ def test_verify_says_what_it_did_not_check(tmp_path: Path, run: Run) -> None:
     alone, compared = run("verify", tmp_path / "q"), run("verify", tmp_path / "q", "--source", tmp_path / "m")
     assert "not checked: the values, which need --source SRC" in alone.out
     assert f"next: fp4kit verify {tmp_path / 'q'} --source SRC" in alone.out
+    assert "names, shapes and dtypes of 5 of 5 layers as expected; values were not compared: give" in alone.out
+    assert "SQNR dB" not in alone.out and "SQNR dB" in compared.out  # no row of dashes
     words = " ".join(compared.out.split())
     assert "5 of 5 layers as expected SQNR: median 20." in words and "an error of 9." in words
     assert "not checked" not in words and "next:" not in words

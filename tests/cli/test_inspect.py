@@ -47,3 +47,15 @@ def test_no_table_without_items(tmp_path: Path, capsys: pytest.CaptureFixture[st
     synthetic.write_file(tmp_path / "a.safetensors", {"a.weight": np.ones((4, 4), np.float32)})
     assert main(["inspect", str(tmp_path / "a.safetensors")]) == 0
     assert "read as" not in capsys.readouterr().out
+
+
+def test_a_file_of_another_kind(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "README.md").write_text("# A model\n" * 20)
+    (tmp_path / "a.safetensors").write_text("# A model\n" * 20)
+    for name, text in (
+        ("README.md", "is not a safetensors or GGUF file, so fp4kit cannot read it\n"),
+        ("a.safetensors", "its header length is beyond the limit of 100 MB: not a safetensors file"),
+    ):
+        assert main(["inspect", str(tmp_path / name)]) == 2
+        err = capsys.readouterr().err
+        assert text in err and ("download" in err) == name.endswith(".safetensors")

@@ -21,7 +21,7 @@ from fp4kit import cli
 from fp4kit.cli import main, parser
 from fp4kit.evidence.golden import check as agreement
 from fp4kit.evidence.golden.golden_set import GoldenSet
-from fp4kit.recipes import recipes
+from fp4kit.recipes import recipe, recipes
 
 
 def commands(arguments: list[str] | None = None) -> dict[str, Any]:
@@ -65,7 +65,7 @@ def test_recipes_shows_aliases_and_versions(capsys) -> None:
 def test_check_of_everything(capsys) -> None:
     assert main(["recipes", "--check"]) == 0
     out = capsys.readouterr().out
-    assert "0 unequal" in out.splitlines()[-1] and "no vectors" in out
+    assert "0 unequal" in out.splitlines()[-1] and "no recorded outputs" in out
     equal = r"(\d+)\s+of (\d+)\s+arrays are equal"
     assert re.findall(equal, README.read_text().replace(",", "")) == re.findall(equal, out.splitlines()[-1]), (
         "what the README says of it"
@@ -96,7 +96,56 @@ def test_formats_and_agreement(capsys, monkeypatch, engine) -> None:
     assert main(["formats"]) == 0
     assert "NVFP4" in capsys.readouterr().out
     assert main(["recipes", "--agreement"]) == 0
-    assert "mxfp4-te = mxfp4-flashinfer = mxfp4-torchao-rceil" in capsys.readouterr().out
+    short = capsys.readouterr().out
+    assert re.search(r"mxfp4-te = mxfp4-flashinfer = mxfp4-torchao-rceil and \d+ more\n", short)
+    assert main(["recipes", "--agreement", "--long"]) == 0
+    assert "mxfp4-torchao-rceil = mxfp4-torchao-rceil-018 = " in capsys.readouterr().out
+
+
+def test_the_list_of_recipes_is_short_without_long(capsys, monkeypatch) -> None:
+    monkeypatch.setattr("fp4kit.cli.output._width", lambda: 80)
+    assert main(["recipes"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2 * (len(recipes()) + 1) and max(map(len, lines)) <= 80  # a line with the name, and one below
+    monkeypatch.setattr("fp4kit.cli.output._width", lambda: None)
+    assert main(["recipes"]) == 0
+    out = capsys.readouterr().out
+    assert out.split("\n")[0].split() == ["recipe", "block", "scale", "rule", "evidence", "versions"]
+    assert max(map(len, out.splitlines())) < 160
+    assert main(["recipes", "nvfp4-te", "--long"]) == 0
+    out = capsys.readouterr().out
+    assert "equal bit for bit to" in out and recipe("nvfp4-te").source in out
+
+
+def test_the_list_of_engines_is_short_without_long(capsys) -> None:
+    for options, width in ([], 135), (["--long"], 190):
+        assert main(["contract", "--list", *options]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert max(map(len, lines)) < width and ("activations" in lines[0]) == bool(options)
+
+
+def test_check_of_a_recipe_without_recorded_outputs(capsys) -> None:
+    assert main(["recipes", "int4-qat", "--check"]) == 1
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == "no recorded outputs: derived from the producer's source code"
+
+
+def test_every_format_that_is_listed_has_values(capsys) -> None:
+    """FORMAT, and the names in the errors, are all names that the list shows."""
+    assert main(["formats", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    kinds = (("formats", "format"), ("block_formats", "block_format"), ("hierarchical_formats", "hierarchical_format"))
+    names: dict[str, str] = {}
+    for key, title in kinds:
+        for row in found[key]:
+            names.setdefault(row[title], title)
+    for name, title in names.items():
+        assert main(["formats", name.lower()]) == 0
+        out = capsys.readouterr().out
+        assert out.splitlines()[-1].split()[0].isdigit()
+        assert title == "format" or re.search(rf"^{title.replace('_', ' ')} .*\n{name} ", out)
+    assert main(["formats", "zz"]) == 2
+    assert f"needs one of {', '.join(names)}\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -128,7 +177,11 @@ def test_formats_and_agreement(capsys, monkeypatch, engine) -> None:
         (["xyzzy"], "fp4kit: argument COMMAND: there is no 'xyzzy'; needs one of convert, reconcile, diff, "),
         (["--print-completion", "fish"], "argument --print-completion: there is no 'fish'; needs one of bash, zsh"),
         (["recipes", "nvfp4-tee"], "did you mean 'nvfp4-te' or "),
-        (["recipes", "nvfp4-ta"], "fp4kit recipes: recipe: no recipe is called 'nvfp4-ta'; did you mean 'nvfp4-te'"),
+        (["recipes", "nvfp4-ta"], "fp4kit recipes: no recipe is called 'nvfp4-ta'; did you mean 'nvfp4-te'"),
+        (["contract", "--engine", "vlm", "--scheme", "x"], "fp4kit contract: engine is 'vlm'; needs one of 'transf"),
+        (["contract", "--engine", "vLLM", "--scheme", "x", "--long"], "--long was given without --list; add --list"),
+        (["recipes", "--check", "--long"], "--long is for the list of recipes, --agreement and --live; leave it out"),
+        (["formats", "zz"], "needs one of E2M1, E1M2, "),
         (["recipes", "--golden", "x"], "fp4kit recipes: --golden was given without --check; add --check"),
         (["recipes", "--check", "--golden", "nowhere"], "nowhere is neither"),
     ],
@@ -154,13 +207,13 @@ def test_help_and_version(capsys) -> None:
     assert main(["--version"]) == 0 and capsys.readouterr().out == f"fp4kit {fp4kit.__version__}\n"
 
 
-def test_the_help_of_convert_shows_ten_options_and_help_all_the_rest(capsys) -> None:
+def test_the_help_of_convert_shows_eleven_options_and_help_all_the_rest(capsys) -> None:
     def shown(option: str) -> set[str]:
         assert main(["convert", option]) == 0
         return {*re.findall(r"^  (?:-h, )?(--[a-z0-9-]+)", capsys.readouterr().out, re.MULTILINE)}
 
     usual, everything = shown("--help"), shown("--help-all")
-    assert usual == shown("--help") and len(usual) == 12 and {"--recipe", "--resume"} < usual < everything
+    assert usual == shown("--help") and len(usual) == 13 and {"--demo", "--recipe", "--resume"} < usual < everything
     assert everything == {one for one in commands()["convert"]._option_string_actions if one.startswith("--")}
 
 
@@ -223,9 +276,10 @@ def test_the_parser_of_one_command_parses_as_that_of_all_commands() -> None:
         (["recipes"], "recipes/1", "recipes", len(recipes())),
         (["recipes", "nvfp4", "--check"], "recipes.check/1", "recipes", 1),
         (["recipes", "--agreement"], "agreement/1", "groups", 59),
-        (["formats"], "formats/1", "formats", 12),
+        (["formats"], "formats/1", "formats", 17),
         (["formats"], "formats/1", "hierarchical_formats", 5),
         (["formats", "UE5M3"], "formats.values/1", "values", 256),
+        (["formats", "nvfp4"], "formats.values/1", "values", 16),
     ],
 )
 def test_json(arguments, schema, key, count, capsys) -> None:

@@ -30,6 +30,9 @@ W32 = {name: w.astype(np.float32) for name, w in W.items()}
 BASE = Contract("nvfp4-te", activations="nvfp4-te", unit="sm100")
 STORED = {name: quantize(w, "nvfp4-te") for name, w in W.items()}
 EXPERTS = {f"m.experts.{i}.up_proj": RNG.standard_normal((64, 64), np.float32) for i in range(4)}
+# Integers up to 6 * 448, for which both recipes have the tensor scale 1 and exact block scales.
+WHOLE = np.where(np.arange(64) == 0, 2688, np.random.default_rng(50).integers(-6, 7, (64, 64))).astype(BF16)
+AGREED = {"m.a_proj": WHOLE, "m.b_proj": WHOLE[::-1], "m.up_proj": W["m.up_proj"]}
 LATE = {name: (w + 0.01 * RNG.standard_normal(w.shape)).astype(np.float32) for name, w in EXPERTS.items()}
 OCP, TE, FP8, INT4 = (recipe(id) for id in ("mxfp4-ocp", "nvfp4-te", "fp8-transformers-block", "int4-qat"))
 
@@ -246,6 +249,18 @@ MISMATCHES = {
         served({**EXPERTS, "m.experts.2.up_proj": LATE["m.experts.2.up_proj"]}, OCP),
         "code",
         "other layers of the same recipe are equal, so one side has another weight here: a stale one",
+    ),
+    "another recipe, which agrees on other layers": Mismatch(
+        served(AGREED),
+        served(AGREED, "nvfp4-compressed-tensors"),
+        "tensor scale",
+        r"^the recipes differ \(nvfp4-te, nvfp4-compressed-tensors\), although they give the same bytes in other",
+    ),
+    "another recipe of every layer": Mismatch(
+        STORED,
+        served(W, "nvfp4-compressed-tensors"),
+        "tensor scale",
+        r"every quantized layer differs: the recipes differ \(nvfp4-te, nvfp4-compressed-tensors\); pass the",
     ),
     "every layer stale": Mismatch(
         BASE,

@@ -320,13 +320,13 @@ WRONG = [
         "source: operation is 'multiply'; needs one of quantize, fake_quantize, ",
     ),
     ((["quantize"], "nvfp4-te"), {}, ValueError, "source: operation is ['quantize']"),
-    (("quantize", "nvfp5"), {}, ValueError, "quantize: no recipe is called 'nvfp5'"),
+    (("quantize", "nvfp5"), {}, ValueError, "source: no recipe is called 'nvfp5'"),
     (("swizzle", "mxfp4-msmodelslim"), {"scale_layout": "swizzled_8x4"}, NotImplementedError, "mxfp4-msmodelslim"),
     (
         ("quantize", "hif4-amct"),
         {},
         NotImplementedError,
-        "source: hif4-amct has rules of the specification",
+        "source: hif4-amct has rules of the specification alone, which no CUDA kernel supports",
     ),
     (("quantize", "nvfp4-modelopt-fake"), {}, ValueError, "is a fake quantizer and has values only"),
     (("quantize", "mxfp4-auto-round-opt"), {}, NotImplementedError, "source: mxfp4-auto-round-opt has search="),
@@ -362,8 +362,9 @@ WRONG = [
 
 @together("arguments, options, error, message", WRONG)
 def test_wrong_arguments(arguments, options, error, message):
-    with pytest.raises(error, match=re.escape(message)):
+    with pytest.raises(error, match=re.escape(message)) as caught:
         fp4kit.cuda.source(*arguments, **options)
+    assert "asnumpy" not in str(caught.value) and "host memory" not in str(caught.value)  # there is no array
 
 
 def test_kernels_of_a_recipe_that_has_none():

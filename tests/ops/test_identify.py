@@ -234,3 +234,10 @@ def test_a_probe_may_differ_in_one_of_1024_codes(wrong: int) -> None:
     changed = replace(q, packed=packed(codes, q.recipe.element.packing))
     assert identify_module._has_signs_of(changed, x, False) == (wrong == 2)
     assert identify_module._fits_probe(changed, x, q.recipe, False, False) == (wrong == 2)
+
+
+def test_an_unrelated_array_is_probably_not_the_source() -> None:
+    q = fp4kit.quantize(X, "nvfp4-te")
+    found = fp4kit.identify(q, ordinary(77, X.shape).astype(X.dtype) * 3)
+    assert 0 < found.matches[0].fraction < 0.5
+    assert found.verdict.endswith("% of bytes; so few that x is probably not the source")

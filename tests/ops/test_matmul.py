@@ -73,6 +73,7 @@ BAD = [
     (lambda: fp4kit.matmul(BF16, BF16, c=np.ones((4, 3), np.float32)), ValueError, r"c has shape \(4, 3\)"),
     (lambda: fp4kit.matmul(BF16, BF16, c=np.ones((4, 4), np.int32)), TypeError, "c is int32; needs float32"),
     (lambda: fp4kit.unit("sm10"), ValueError, "needs one of sm100, sm90"),
+    (lambda: fp4kit.matmul(BF16, BF16, unit="h100"), ValueError, "matmul: unit is 'h100'; .*; sm90 models h100$"),
     (lambda: fp4kit.matmul(AXIS_0, MX), ValueError, "a is quantized along axis 0 of 3; needs one of the last two"),
     (lambda: DotAdd(0, 25, 23, -133), ValueError, "k is 0; needs 1 to 128"),
     (lambda: DotAdd(32, 25, 24, -133), ValueError, "output_bits is 24; needs 1 to 23"),
@@ -458,3 +459,25 @@ def test_fp8_by_mma_sync(K) -> None:
         assert np.array_equal(fp4kit.matmul(empty, empty, unit="sm90-mma"), expected)
     with pytest.raises(ValueError, match="sm90-mma has no instruction for this pair"):
         fp4kit.matmul(a, b.astype(np.float16), unit="sm90-mma")
+
+
+@together(
+    "given, hint",
+    [
+        *((name, f"sm70 models {name}") for name in ("v100", "V100")),
+        *((name, f"sm75 models {name}") for name in ("t4", "turing")),
+        *((name, f"sm80 models {name}") for name in ("a100", "Ampere")),
+        *((name, f"sm89 models {name}") for name in ("l40s", "Ada", "RTX 4090")),
+        *((name, f"sm90 models {name}") for name in ("h100", "H200", "hopper")),
+        *((name, f"sm100 models {name}") for name in ("b200", "Blackwell")),
+        *((name, f"cdna3 models {name}") for name in ("mi300", "MI300X", "gfx942")),
+        *((name, f"no unit models {name}") for name in ("sm120", "SM_120", "RTX 5090", "rtx5090")),
+        ("SM90", "did you mean sm90?"),
+        ("sm_100a", "did you mean sm100?"),
+        ("SM90-MMA", "did you mean sm90-mma?"),
+        ("sm90mm", "did you mean sm90-mma or sm90 or sm90-mma-f16?"),
+    ],
+)
+def test_names_of_cards_are_errors_that_name_the_unit(given, hint):
+    with pytest.raises(ValueError, match=f"; {re.escape(hint)}$"):
+        fp4kit.unit(given)

@@ -276,6 +276,8 @@ ERRORS = [
     ("nvfp4-te", {"block_scale": SCALES}, ValueError, "block_scale was given without tensor_scale; nvfp4-te has"),
     ("nvfp4-te", {"tensor_scale": 1.0}, ValueError, "tensor_scale was given without block_scale; nvfp4-te has both"),
     ("mxfp4-ocp", FAKE | {"tensor_scale": 1.0}, ValueError, "tensor_scale was given, but mxfp4-ocp has none; leave"),
+    ("mxfp4-ocp", {"tensor_scale": 1.0}, ValueError, "tensor_scale was given, but mxfp4-ocp has none; leave it out"),
+    ("fp8-modelopt", {"block_scale": MX}, ValueError, "block_scale was given, but fp8-modelopt has none; leave it out"),
     ("fp8-modelopt", FAKE | {"tensor_scale": 1.0}, ValueError, "block_scale was given, but fp8-modelopt has none"),
     ("nvfp4-te", TE | {"tensor_amax": 2.0}, ValueError, "tensor_amax was given together with scales; needs either"),
     ("nvfp4-te", TE | {"block_amax": SCALES}, ValueError, "block_amax was given together with scales"),

@@ -71,6 +71,7 @@ def test_a_layer_in_place_of_a_tensor():
 
 KEYWORDS = {
     "block_size": "the recipe sets it; pass dataclasses.replace(fp4kit.recipe(...), block=(1, 32))",
+    "block": "the recipe sets it; pass dataclasses.replace(fp4kit.recipe(...), block=(1, 32))",
     "dim": "use axis",
     "amax": "use tensor_amax",
     "global_scale": "use tensor_scale, which multiplies on decode",
@@ -151,10 +152,10 @@ def test_arithmetic_of_a_quantized(name):
 
 
 MODULE = {
-    "torch": "run import fp4kit.torch first",
-    "jax": "run import fp4kit.jax first",
-    "checkpoint": "run import fp4kit.checkpoint first",
-    "cuda": "run import fp4kit.cuda first",
+    **{
+        name: f"run import fp4kit.{name} first"
+        for name in "attention calibration checkpoint cuda jax plot qat testing torch".split()
+    },
     "FakeQuantSettings": "it is in fp4kit.torch, after import fp4kit.torch",
     "pad": "it is fp4kit.layouts.pad",
 }

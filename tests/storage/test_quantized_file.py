@@ -211,6 +211,9 @@ def test_save_rejects(arrays, kind, text, tmp_path):
 def test_invalid_paths_are_rejected(tmp_path):
     with pytest.raises(FileNotFoundError):
         fp4kit.save(tmp_path / "missing" / "a", {})
+    text = f"{tmp_path}/missing/a: there is no folder {tmp_path}/missing; create it first"
+    with pytest.raises(FileNotFoundError, match=f"^{re.escape(text)}$"):
+        fp4kit.save(tmp_path / "missing" / "a", {})
     with pytest.raises(FileNotFoundError):
         fp4kit.load(tmp_path / "missing")
     with pytest.raises(ValueError, match=f"^load: {tmp_path.name}: not a regular file; a safetensors file is needed$"):

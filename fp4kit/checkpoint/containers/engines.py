@@ -61,8 +61,9 @@ class _Writer:
         for form in self.FORMS:
             if form.stores(recipe):
                 return form
-        usable = several([id for id, r in RECIPES.items() if any(form.stores(r) for form in self.FORMS)], recipe)
-        raise CheckpointError(f"recipe {recipe.id}: {self.why_not(recipe)}; use one of {usable}")
+        usable = [id for id, r in RECIPES.items() if any(form.stores(r) for form in self.FORMS)]
+        text = several(usable, recipe, self.FORMS[0].format)
+        raise CheckpointError(f"recipe {recipe.id}: {self.why_not(recipe)}; use one of {text}")
 
     def why_not(self, recipe: Recipe) -> str:
         """Return the reason why FORMS cannot store a recipe."""

@@ -23,7 +23,16 @@ from fp4kit.checkpoint.model.weights import Tensors, Weight, weights_of
 from fp4kit.checkpoint.selection.names import ARCHITECTURE, config_of
 from fp4kit.contract.schema import FILE as CONTRACT
 from fp4kit.lazy import lazy_property
-from fp4kit.storage.files import CheckpointError, SafetensorsFile, counted, listed, load_object, read_header, shown
+from fp4kit.storage.files import (
+    CheckpointError,
+    SafetensorsFile,
+    counted,
+    listed,
+    load_object,
+    other_file,
+    read_header,
+    shown,
+)
 from fp4kit.storage.gguf_file import is_gguf, read_gguf_model
 
 SINGLE = "model.safetensors"
@@ -270,7 +279,7 @@ def check_kind_of_file(path: Path) -> None:
     """Raise CheckpointError, with advice, if a path has the suffix of a model or config that fp4kit does not read."""
     # Call this function for a file that could not be read as safetensors, so that the message says what to do.
     suffix = path.suffix.lower()
-    if suffix == ".gguf" or suffix not in (*_OTHER_MODELS, ".json"):
+    if suffix in ("", ".gguf", ".safetensors") or (suffix not in (*_OTHER_MODELS, ".json") and other_file(path)):
         return
     raise CheckpointError(
         f"{shown(str(path))}: is not a safetensors or GGUF file, so fp4kit cannot read it{hint_on_path(path)}"
@@ -347,8 +356,10 @@ def _open_file(path: Path) -> Source:
         return Source(path, config_of(parts[0].metadata), None, parts)
     if path.suffix.lower() == ".safetensors" and resolved(path).is_file() and not _is_part_of_model(path):
         return Source(path, {}, None, (read_header(resolved(path), path.name),))
-    state = "is a file" if resolved(path).exists() else "does not exist"
-    raise CheckpointError(f"{path}: {state}; a Hugging Face model directory is needed{hint_on_path(path)}")
+    if resolved(path).exists():
+        raise CheckpointError(f"{path}: is a file; a Hugging Face model directory is needed{hint_on_path(path)}")
+    needed = "a Hugging Face model directory, a .safetensors or a GGUF file is needed"
+    raise CheckpointError(f"{path}: does not exist; {needed}{hint_on_path(path)}")
 
 
 def _is_part_of_model(path: Path) -> bool:

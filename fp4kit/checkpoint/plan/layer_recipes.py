@@ -123,9 +123,8 @@ def gguf_form_for(recipe: Recipe) -> table.Container:
     form = next((candidate for candidate in GGUF_FORMS if candidate.stores(recipe)), None)
     if form is None:
         usable = [id for id, r in RECIPES.items() if any(form.stores(r) for form in GGUF_FORMS)]
-        raise CheckpointError(
-            f"recipe {recipe.id}: cannot be stored in a GGUF file; use one of {several(usable, recipe)}"
-        )
+        text = several(usable, recipe, "gguf")
+        raise CheckpointError(f"recipe {recipe.id}: cannot be stored in a GGUF file; use one of {text}")
     return form
 
 

@@ -635,9 +635,8 @@ class Request:
         form = next((candidate for candidate in forms if candidate.stores(self.recipe)), None)
         if form is None:
             usable = [id for id, r in RECIPES.items() if any(candidate.stores(r) for candidate in forms)]
-            raise CheckpointError(
-                f"recipe {self.recipe.id}: cannot be stored in {wanted}; use one of {several(usable, self.recipe)}"
-            )
+            text = several(usable, self.recipe, wanted)
+            raise CheckpointError(f"recipe {self.recipe.id}: cannot be stored in {wanted}; use one of {text}")
         return form
 
     def _refuse_input_scales(self, why: str, more: str = "") -> None:

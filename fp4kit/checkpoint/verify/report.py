@@ -57,6 +57,8 @@ def summary_of(report: VerifyReport) -> Iterator[str]:
     named = {issue.subject for issue in report.issues}
     total, faulty = len(report.layers), sum(layer.name in named for layer in report.layers)
     text = f"{total - faulty} of {counted(total, 'layer')} as expected"
+    if report.source is None:
+        text = f"names, shapes and dtypes of {text}; values were not compared: give --source SRC"
     if faulty:
         worst = worst_first(report)[0]
         why = next(issue.sentence for issue in report.issues if issue.subject == worst.name)

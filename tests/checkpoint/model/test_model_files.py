@@ -226,7 +226,7 @@ def _refused(root: Path, text: str) -> None:
 def test_source_that_is_no_directory(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     _refused(tmp_path / "file", "is a file; a Hugging Face model directory is needed")
-    _refused(tmp_path / "none", "does not exist; a Hugging Face model directory is needed")
+    _refused(tmp_path / "none", "does not exist; a Hugging Face model directory, a .safetensors or a GGUF file is")
     _refused(tmp_path, "no .safetensors file; a Hugging Face model directory with safetensors is needed")
 
 
@@ -337,7 +337,8 @@ def test_paths_that_users_often_give(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.chdir(tmp_path)
     for name in ("meta-llama/Llama-3.1-8B", "https://huggingface.co/meta-llama/Llama-3.1-8B"):
         hub = "meta-llama/Llama-3.1-8B"
-        needed = f"a Hugging Face model directory is needed; for the hub's {hub}, run hf download {hub} --local-dir DIR"
+        needed = "a Hugging Face model directory, a .safetensors or a GGUF file is needed; for the hub's"
+        needed += f" {hub}, run hf download {hub} --local-dir DIR"
         _refused(Path(name), f"does not exist; {needed} and pass DIR")
         with refused(f"run hf download {hub} --local-dir DIR and pass DIR"):
             inspect_checkpoint(name)
@@ -345,7 +346,7 @@ def test_paths_that_users_often_give(tmp_path: Path, monkeypatch: pytest.MonkeyP
     for file in (str(shard), "m/config.json"):
         _refused(Path(file), f"{file}: is a file; a Hugging Face model directory is needed; pass its directory, m")
     _refused(Path("a.bin"), "is a file; a Hugging Face model directory is needed; load the model with transformers")
-    with pytest.raises(CheckpointError, match=r"^m/none: does not exist; a Hugging Face model directory is needed$"):
+    with pytest.raises(CheckpointError, match=r"^m/none: does not exist; .* or a GGUF file is needed$"):
         open_source(Path("m/none"))
 
 

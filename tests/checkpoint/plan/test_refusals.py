@@ -170,6 +170,8 @@ REFUSED: list[tuple[str | None, dict[str, Any], str]] = [  # recipe, options, pa
         (recipe, {}, f"recipe {recipe}: can be stored only in a GGUF file; use one of nvfp4-te, ")
         for recipe in ("nvfp4-gguf", "nvfp4-torchao-single")
     ),
+    ("nvfp4-te", {"format": "mlx"}, "; use one of nvfp4-mlx-cpu, nvfp4-mlx-metal, "),
+    ("mxfp4-ocp", {"format": "comfy"}, "; use one of nvfp4-comfy-kitchen, "),
 ]
 
 

@@ -510,7 +510,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
             "lies inside the checkpoint, which it would change; choose another directory",
         ),
         (["--html", "{model}/none/page.html"], "cannot be written; a file name in a directory that exists is needed"),
-        (["--source", "{model}/none"], "does not exist; a Hugging Face model directory is needed"),
+        (["--source", "{model}/none"], "does not exist; a Hugging Face model directory, "),
         (["--source", "{source}", "--workers", "0"], "workers: got 0; an integer of at least 1 is needed"),
     ],
 )

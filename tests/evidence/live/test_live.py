@@ -290,6 +290,13 @@ def test_the_command(capsys, monkeypatch):
     assert main(["recipes", "--live", "mxfp4-ocp", "mxfp8-flashinfer", "--seconds", "0.1"]) == 0
     text = capsys.readouterr().out
     assert "producer" in text and "FlashInfer quantizes with CUDA kernels" in text
+    monkeypatch.setattr(run, "adapters", tuple)
+    for options, count in ([], 3), (["--long"], 4):
+        names = ["nvfp4-sglang-online", "nvfp4-flashinfer", "nvfp4-flashinfer-kv", "nvfp4-flashinfer-static"]
+        wanted = [*names[1:], "nvfp4-flashinfer-token"]
+        assert main(["recipes", "--live", *wanted, "--seconds", "0.1", *options]) == 1
+        text = capsys.readouterr().out
+        assert (", ".join(wanted) in text) == (count == 4) and ("and 1 more" in text) == (count == 3)
     monkeypatch.setattr(run, "adapters", lambda: (live_fault.adapter(live_fault.FAULTY),))
     assert main(["recipes", "--live", "--json", "--seconds", "0.5", "--seed", "3"]) == 1
     body = json.loads(capsys.readouterr().out)
