@@ -21,6 +21,7 @@ from fp4kit.reference.arith import (
     ZERO,
     Array,
     Dtype,
+    divide_ftz,
     divide_full,
     multiply_ftz,
     reciprocal_approx_ftz,
@@ -134,9 +135,11 @@ def tensor_flashinfer_token(amax: Array, recipe: Recipe, dtype: Dtype) -> Pair:
         decode = 1 / encode, or 0 if amax is 0
 
     amax is that of the row, and 2688 stands for full_range(recipe). The quotient is 0 only if amax is infinite. For an
-    amax of 0, encode is FLT_MAX. NaN stays NaN. dtype is not used. Source: FlashInfer tests, _ref_nvfp4_quantize_te.
+    amax of 0, encode is FLT_MAX. If recipe.flush is set, a subnormal decode is 0. NaN stays NaN. dtype is not used.
+    Source: FlashInfer tests, _ref_nvfp4_quantize_te.
     """
     encode_scale, decode_scale = tensor_te_reference(amax, recipe, dtype)
+    decode_scale = divide_ftz(ONE, encode_scale) if recipe.flush else decode_scale
     return encode_scale, np.where(amax == 0, ZERO, decode_scale)
 
 
@@ -283,13 +286,14 @@ def tensor_int_modelopt(amax: Array, recipe: Recipe, dtype: Dtype) -> Pair:
 def tensor_int4_qat(amax: Array, recipe: Recipe, dtype: Dtype) -> Pair:
     """Return the tensor scales (encode, decode) of INT4 QAT.
 
-        decode = max(amax / 7, 1e-5)
+        decode = max(amax * fp32(1 / 7), 1e-5)
         encode = 1 / decode
 
-    Elements are divided by decode, instead of being multiplied by encode. An amax of 0 gives decode = 1e-5. An infinite
-    amax gives decode = inf and encode = 0, and NaN gives NaN. dtype is not used.
+    The trainers divide by 7. The formula multiplies by the reciprocal because PyTorch on a GPU divides by a number in
+    this way. Elements are divided by decode, instead of being multiplied by encode. An amax of 0 gives decode = 1e-5.
+    An infinite amax gives decode = inf and encode = 0, and NaN gives NaN. dtype is not used.
     """
-    decode_scale = np.maximum(amax / recipe.element.max, np.float32(1e-5))
+    decode_scale = np.maximum(amax * (ONE / recipe.element.max), np.float32(1e-5))
     return ONE / decode_scale, decode_scale
 
 

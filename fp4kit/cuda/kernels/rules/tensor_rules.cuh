@@ -104,7 +104,8 @@ struct tensor_flashinfer_token {
   template <class R, class In>
   FP4KIT_DEVICE TensorScale scale(float amax) {
     const TensorScale t = tensor_te_reference::scale<R, In>(amax);
-    return {t.encode, amax == 0.0f ? 0.0f : t.decode, amax};
+    const float decode = R::kFlush ? div_ftz(1.0f, t.encode) : t.decode;
+    return {t.encode, amax == 0.0f ? 0.0f : decode, amax};
   }
 };
 
@@ -226,7 +227,7 @@ struct tensor_int_modelopt {
 struct tensor_int4_qat {
   template <class R, class In>
   FP4KIT_DEVICE TensorScale scale(float amax) {
-    const float ratio = amax / max_of<typename R::Element>();
+    const float ratio = amax * (1.0f / max_of<typename R::Element>());
     const float decode = is_nan(ratio) ? ratio : fmaxf(ratio, 1e-5f);
     return {1.0f / decode, decode, amax};
   }
