@@ -153,7 +153,7 @@ def _flashinfer_token(fast: Recipe, precise: Recipe) -> Iterator[Recipe]:
     yield variant(
         precise,
         "nvfp4-flashinfer-token-precise",
-        "tensor_scaling=row tensor_rule=flashinfer_token",
+        "tensor_scaling=row tensor_rule=flashinfer_token_precise",
         source=kernel,
         exact="the kernel with FLASHINFER_DISABLE_FP4_QUANT_FAST_MATH=1",
     )

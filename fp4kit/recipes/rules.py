@@ -192,6 +192,7 @@ TENSOR_RULES: dict[str, str] = {
     "flashinfer": "E4M3",
     "flashinfer_token": "E4M3",
     "flashinfer_token_fast": "E4M3",
+    "flashinfer_token_precise": "E4M3",
     "divided": "E4M3",
     "compressed_tensors": "E4M3",
     "mlx": "E4M3",

@@ -1335,14 +1335,15 @@ def code_flashinfer_kv_page(amax: Array, tensor: TensorScale, recipe: Recipe, dt
 def factor_flashinfer_kv_page(codes: Array, amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
     """Return the factor that multiplies the elements of each block in FlashInfer's store into pages.
 
-        factor = rcp(scale * tensor.decode), or 0 if scale is 0 or NaN
+        factor = rcp(scale * tensor.decode), or 0 if scale is 0 or NaN, or if amax is 0 or subnormal
 
     scale is the value of the scale code, tensor.decode the decode scale of the tensor, and rcp is PTX
-    rcp.approx.ftz.f32. Subnormal operands and results of every operation are flushed to zero. amax, recipe and dtype
-    are not used.
+    rcp.approx.ftz.f32. Subnormal operands and results of every operation are flushed to zero. recipe and dtype are not
+    used.
     """
     scale = decode_scale(codes)
-    return np.where(scale > 0, reciprocal_approx_ftz(multiply_ftz(scale, tensor.decode)), ZERO)
+    factor = reciprocal_approx_ftz(multiply_ftz(scale, tensor.decode))
+    return np.where((scale > 0) & ~_is_zero(amax), factor, ZERO)
 
 
 code_flashinfer_cute = code_te

@@ -135,12 +135,20 @@ def tensor_flashinfer_token(amax: Array, recipe: Recipe, dtype: Dtype) -> Pair:
         decode = 1 / encode, or 0 if amax is 0
 
     amax is that of the row, and 2688 stands for full_range(recipe). The quotient is 0 only if amax is infinite. For an
-    amax of 0, encode is FLT_MAX. If recipe.flush is set, a subnormal decode is 0. NaN stays NaN. dtype is not used.
-    Source: FlashInfer tests, _ref_nvfp4_quantize_te.
+    amax of 0, encode is FLT_MAX. NaN stays NaN. dtype is not used. Source: FlashInfer tests, _ref_nvfp4_quantize_te.
     """
     encode_scale, decode_scale = tensor_te_reference(amax, recipe, dtype)
-    decode_scale = divide_ftz(ONE, encode_scale) if recipe.flush else decode_scale
     return encode_scale, np.where(amax == 0, ZERO, decode_scale)
+
+
+def tensor_flashinfer_token_precise(amax: Array, recipe: Recipe, dtype: Dtype) -> Pair:
+    """Return the scales (encode, decode) of a row, as FlashInfer's CUDA kernel computes them without fast math.
+
+    They are those of tensor_flashinfer_token, except that a subnormal decode is 0. It is subnormal for an amax up to
+    3.2e-35. Source: FlashInfer quantization.cuh nvfp4QuantAndPerTokenScaleKernel, compiled with -use_fast_math.
+    """
+    encode_scale = tensor_te_reference(amax, recipe, dtype)[0]
+    return encode_scale, divide_ftz(ONE, encode_scale)
 
 
 def tensor_flashinfer_token_fast(amax: Array, recipe: Recipe, dtype: Dtype) -> Pair:

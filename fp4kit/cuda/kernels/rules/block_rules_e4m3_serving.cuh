@@ -137,7 +137,7 @@ struct block_flashinfer_kv : by_code_or_zero {
   }
 };
 
-struct block_flashinfer_kv_page : by_code {
+struct block_flashinfer_kv_page : by_code_or_zero {
   template <class R, class In>
   FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
     return encode_scale<R>(mul_ftz(amax, rcp_approx_ftz(mul_ftz(6.0f, t.decode))));
@@ -145,7 +145,7 @@ struct block_flashinfer_kv_page : by_code {
   template <class R, class In>
   FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) {
     const float scale = decode_scale<R>(code);
-    return scale > 0.0f ? rcp_approx_ftz(mul_ftz(scale, t.decode)) : 0.0f;
+    return block_factor(amax, scale > 0.0f ? rcp_approx_ftz(mul_ftz(scale, t.decode)) : 0.0f);
   }
 };
 

@@ -104,8 +104,15 @@ struct tensor_flashinfer_token {
   template <class R, class In>
   FP4KIT_DEVICE TensorScale scale(float amax) {
     const TensorScale t = tensor_te_reference::scale<R, In>(amax);
-    const float decode = R::kFlush ? div_ftz(1.0f, t.encode) : t.decode;
-    return {t.encode, amax == 0.0f ? 0.0f : decode, amax};
+    return {t.encode, amax == 0.0f ? 0.0f : t.decode, amax};
+  }
+};
+
+struct tensor_flashinfer_token_precise {
+  template <class R, class In>
+  FP4KIT_DEVICE TensorScale scale(float amax) {
+    const float encode = tensor_te_reference::scale<R, In>(amax).encode;
+    return {encode, div_ftz(1.0f, encode), amax};
   }
 };
 
