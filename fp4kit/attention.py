@@ -33,9 +33,9 @@ __all__ = ["QKV", "QuantizedP", "attention", "error_budget", "kernel_scales", "q
 RECIPE = of_format(
     NVFP4,
     "nvfp4-sageattention3",
-    "tensor_scaling=none block_rule=flashinfer_kv_page",
+    "tensor_scaling=none block_rule=flashinfer_kv_page flush=True",
     source="SageAttention d1a57a5 sageattention3_blackwell/sageattn3/quantization/fp4_quantization_4d.cu",
-    exact="codes and scales of the kernels for Q, K and V, built for a CPU with exact divisions (d1a57a5)",
+    exact="codes and scales of the kernels for Q, K and V, with the approximate reciprocals of sm_90 (d1a57a5)",
 )
 TILE = 128  # tokens: a kernel multiplies TILE queries with TILE keys at a time, and pads their numbers to multiples
 _DTYPES = (np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16))

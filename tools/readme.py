@@ -67,7 +67,8 @@ def evidence() -> str:
     derived = sum(not recipe(id).evidence for id in ALL_RECIPES)
     return (
         f"Of {len(ALL_RECIPES)} recipes, {recorded} are compared with recorded outputs of their producers. {derived} "
-        "were derived from\nthe producer's source code alone. `fp4kit recipes` and `print(recipe)` say which.\n"
+        f"{'was' if derived == 1 else 'were'} derived from\nthe producer's source code alone. `fp4kit recipes` and "
+        "`print(recipe)` say which.\n"
     )
 
 

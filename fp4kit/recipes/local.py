@@ -136,7 +136,7 @@ def _mlx_mx(fmt: BlockFormat) -> Iterator[Recipe]:
     yield of_format(
         fmt,
         f"{name}-mlx-metal-0321",
-        "block_rule=e8m0_mlx_metal_0321",
+        "block_rule=e8m0_mlx_metal_0321" + " nan_is_max=True" * (fmt is MXFP8_E4M3),
         source=_MLX_METAL.format("0.32.1"),
         versions=("0.32.1", "0.32.1"),
         exact="the conversions in the Metal headers up to 0.32.1, compiled for a CPU. An Apple GPU may flush float32 "

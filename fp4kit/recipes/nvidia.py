@@ -118,11 +118,10 @@ def flashinfer() -> Made:
     yield variant(
         kv,
         "nvfp4-flashinfer-kv-page",
-        "block_rule=flashinfer_kv_page flush=False nan_code=0",
+        "block_rule=flashinfer_kv_page nan_code=0",
         source="FlashInfer fb28d72 include/flashinfer/page.cuh nvfp4_quantize_append_paged_kv_cache",
-        exact="nvfp4_quantize_append_paged_kv_cache with exact divisions. FlashInfer "
-        " compiles it with -use_fast_math, so that a quotient may be off by some ulp. The tensor scale is "
-        "its k_scale or v_scale",
+        exact="nvfp4_quantize_append_paged_kv_cache, with the approximate reciprocals of sm_90, by which "
+        "-use_fast_math replaces quotients. The tensor scale is its k_scale or v_scale",
     )
     yield of_format(
         MXFP4,
@@ -142,24 +141,21 @@ def flashinfer() -> Made:
 
 def _flashinfer_token(fast: Recipe, precise: Recipe) -> Iterator[Recipe]:
     """Yield FlashInfer's recipes for activations with one tensor scale per token, that is per row."""
-    kernel = "FlashInfer fb28d72 nvfp4_quantize with per_token_activation=True"
-    read = (
-        "For a row of zeros, the scale of the row is 0, as in the CuTe-DSL "
-        "kernel. Not equal for blocks whose scale underflows to 0, because FlashInfer's two kernels differ there"
-    )
+    kernel = "FlashInfer fb28d72 quantization.cuh nvfp4QuantAndPerTokenScaleKernel"
     yield variant(
         fast,
         "nvfp4-flashinfer-token",
         "tensor_scaling=row tensor_rule=flashinfer_token_fast",
         source=kernel,
-        exact=f"the default kernel for float16 and bfloat16, with the approximate reciprocals of sm_90; {read}",
+        exact="the default kernel for float16 and bfloat16, with the approximate reciprocals of sm_90, except for block "
+        "scales of rows whose scale is 0: of a row of zeros, the kernel makes NaN, and 0.7.4 makes 0, as here",
     )
     yield variant(
         precise,
         "nvfp4-flashinfer-token-precise",
-        "tensor_scaling=row tensor_rule=flashinfer_token",
+        "tensor_scaling=row tensor_rule=flashinfer_token_precise",
         source=kernel,
-        exact=f"the kernel with FLASHINFER_DISABLE_FP4_QUANT_FAST_MATH=1; {read}",
+        exact="the kernel with FLASHINFER_DISABLE_FP4_QUANT_FAST_MATH=1",
     )
     reference = of_format(
         NVFP4,

@@ -56,7 +56,7 @@ def vllm() -> Made:
         "tensor_rule=vllm block_rule=flashinfer amax_nan=lanes flush=True",
         source="vLLM 0136201 layers/quantization/online/nvfp4.py _quantize_moe_weight_to_nvfp4",
         exact="the weights of one expert by --quantization nvfp4_per_token, without 4over6, with the approximate "
-        "reciprocals of sm_90. Activations: nvfp4-vllm-token",
+        "reciprocals of sm_90. Not equal for tensors with inf or NaN. Activations: nvfp4-vllm-token",
         versions=("0136201", "0136201"),
     )
     mxfp4 = of_format(
@@ -110,11 +110,11 @@ def sglang() -> Made:
     yield of_format(
         NVFP4,
         "nvfp4-sglang-online-a022252",
-        "tensor_rule=sglang_online block_rule=flashinfer_precise amax_nan=lanes flush=True",
-        source="SGLang a022252 layers/quantization/nvfp4_online.py _quantize_weight_nvfp4",
+        "tensor_rule=sglang_online block_rule=flashinfer_cute amax_nan=lanes",
+        source="SGLang a022252 layers/quantization/nvfp4_online.py _quantize_weight_nvfp4, which calls FlashInfer's "
+        "CuTe-DSL kernel",
         exact="weights of one expert by --quantization nvfp4_online, without 4over6, whose w1 and w3 share an amax. "
-        "Not equal for tensors with inf or NaN, and for blocks whose scale underflows to 0. Since "
-        "0.5.23, nvfp4-sglang-online",
+        "Not equal for tensors with inf or NaN. Since 0.5.23, nvfp4-sglang-online",
         versions=("a022252", "a022252"),
     )
     util = of_format(
@@ -232,7 +232,7 @@ def deepseek() -> Made:
         NVFP4,
         "nvfp4-deepseek-v4",
         "tensor_scaling=none block_rule=deepseek apply=divide",
-        source="DeepSeek-V4 inference/kernel.py fp4_act_quant with scale_dtype e4m3",
+        source="DeepSeek-V4.1 inference/kernel.py fp4_act_quant with scale_dtype e4m3",
         exact=f"the TileLang kernel for compressed KV caches, {_DEEPSEEK_READ}",
     )
     yield unscaled(
@@ -296,14 +296,14 @@ def aiter() -> Made:
     )
 
 
-@producer("nunchaku", "Nunchaku (SVDQuant)", "3fbb6c1")
+@producer("nunchaku", "Nunchaku (SVDQuant)", "3a3cc3d")
 def nunchaku() -> Made:
     """Yield the recipe of Nunchaku, the inference engine of SVDQuant: its FP4 quantizer of activations."""
     yield of_format(
         NVFP4,
         "nvfp4-nunchaku",
         "tensor_scaling=none block_rule=nunchaku nan_code=7",
-        source="Nunchaku 3fbb6c1 src/kernels/zgemm/gemm_w4a4.cuh quantize_w4a4_fp4_from_fpsum_warp",
+        source="Nunchaku 3a3cc3d src/kernels/zgemm/gemm_w4a4.cuh quantize_w4a4_fp4_from_fpsum_warp",
         exact="codes and scales of bfloat16 and float16 activations, before they are ordered for the tensor cores; "
         "except for blocks of only NaN. Elements are multiplied by the reciprocal of the scale before it is rounded "
         "to E4M3, so zeros of a zero block become 6",
@@ -395,9 +395,9 @@ def hf_kernels() -> Made:
     yield of_format(
         NVFP4,
         "nvfp4-hf-kernels",
-        "tensor_rule=hf_kernels block_rule=flashinfer amax_nan=lanes flush=True",
+        "tensor_rule=hf_kernels block_rule=vllm_kv",
         source=f"{source}, cvt_warp_fp16_to_fp4 of vLLM, as transformers 5.24 NVFP4Config calls it",
-        exact="weights and activations, with the approximate reciprocals of sm_90. global_scale "
+        exact="weights and activations without NaN, with the approximate reciprocals of sm_90. global_scale "
         "is the reciprocal of tensor_scale before rounding, and divides on decode",
     )
     yield of_format(

@@ -1320,24 +1320,45 @@ def factor_flashinfer_kv(codes: Array, amax: Array, tensor: TensorScale, recipe:
 
 
 def code_flashinfer_kv_page(amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
-    """Return E4M3(amax / (6 * tensor.decode)), the scale code of each block in FlashInfer's store into pages.
+    """Return the E4M3 scale code of each block, as FlashInfer's store into pages computes it.
 
-    tensor.decode is the decode scale of the tensor. Codes saturate at 448, and NaN gives a NaN code. recipe and dtype
-    are not used. Source: FlashInfer page.cuh nvfp4_append_quantize_block.
+        code = E4M3(amax * rcp(6 * tensor.decode))
+
+    tensor.decode is the decode scale of the tensor, and rcp is PTX rcp.approx.ftz.f32. Subnormal operands and results
+    of every operation are flushed to zero. Codes saturate at 448, and NaN gives a NaN code. recipe and dtype are not
+    used. Source: FlashInfer page.cuh nvfp4_append_quantize_block, where -use_fast_math turns the quotient into this
+    product.
     """
-    return encode_e4m3_scale(amax / (E2M1.max * tensor.decode))
+    return encode_e4m3_scale(multiply_ftz(amax, reciprocal_approx_ftz(multiply_ftz(E2M1.max, tensor.decode))))
 
 
 def factor_flashinfer_kv_page(codes: Array, amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
     """Return the factor that multiplies the elements of each block in FlashInfer's store into pages.
 
-        factor = 1 / (scale * tensor.decode), or 0 if scale is 0
+        factor = rcp(scale * tensor.decode), or 0 if scale is 0 or NaN, or if amax is 0 or subnormal
 
-    scale is the value of the scale code, and tensor.decode the decode scale of the tensor. A NaN scale gives NaN. amax,
-    recipe and dtype are not used.
+    scale is the value of the scale code, tensor.decode the decode scale of the tensor, and rcp is PTX
+    rcp.approx.ftz.f32. Subnormal operands and results of every operation are flushed to zero. recipe and dtype are not
+    used.
     """
     scale = decode_scale(codes)
-    return np.where(scale == 0, ZERO, ONE / (scale * tensor.decode))
+    factor = reciprocal_approx_ftz(multiply_ftz(scale, tensor.decode))
+    return np.where((scale > 0) & ~_is_zero(amax), factor, ZERO)
+
+
+code_flashinfer_cute = code_te
+
+
+def factor_flashinfer_cute(codes: Array, amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
+    """Return the factor that multiplies the elements of each block in FlashInfer's CuTe-DSL kernel without fast math.
+
+        factor = min(1 / (scale * (1 / tensor.encode)), FLT_MAX)
+
+    scale is the value of the scale code, and tensor.encode the encode scale of the tensor. If scale is 0 or NaN, the
+    factor is FLT_MAX. Subnormals are kept, unlike in the CUDA kernel. amax, recipe and dtype are not used. Source:
+    FlashInfer cute_dsl/fp4_common.py nvfp4_compute_output_scale_rn.
+    """
+    return np.fmin(ONE / (decode_scale(codes) * (ONE / tensor.encode)), FLT_MAX)
 
 
 # ---- comfy-kitchen, MSLK, Nunchaku, aiter and DeepSeek ----
@@ -1682,12 +1703,20 @@ def code_e8m0_mlx_metal_0321(amax: Array, tensor: TensorScale, recipe: Recipe, d
     """Return the E8M0 scale code of each block, as MLX up to 0.32.1 computes it on Metal: round(log2(amax / M)) + 127.
 
     M is the largest element value. The logarithm is rounded to float32, then to the nearest integer, ties away from
-    zero, and clamped to [-127, 127]. So amax = 0 gives code 0, and inf gives 254. A NaN amax gives code 255. tensor and
-    dtype are not used.
+    zero, and clamped to [-127, 127]. So amax = 0 gives code 0. inf and NaN give code 255. tensor and dtype are not
+    used.
     """
     exponent = show("log2 of the scale", log2(amax / recipe.element.max)).astype(np.float64)
     rounded = np.copysign(np.floor(np.abs(exponent) + 0.5), exponent)
-    return np.where(np.isnan(amax), 255, np.clip(np.nan_to_num(rounded), -127, 127) + 127).astype(np.uint8)
+    return np.where(np.isfinite(amax), np.clip(np.nan_to_num(rounded), -127, 127) + 127, 255).astype(np.uint8)
+
+
+def factor_e8m0_mlx_metal_0321(codes: Array, amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
+    """Return the factor that multiplies the elements of each block in MLX up to 0.32.1 on Metal: 2^(127 - code).
+
+    Code 255 counts as an infinite scale there, so its factor is 0. amax, tensor, recipe and dtype are not used.
+    """
+    return np.where(codes == 255, ZERO, inverse_e8m0(codes))
 
 
 MIN_NORMAL_INVERSE = np.float32(2.0**126)  # inverse of 2^-126, the smallest scale that elements are divided by

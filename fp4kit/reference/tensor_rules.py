@@ -21,6 +21,7 @@ from fp4kit.reference.arith import (
     ZERO,
     Array,
     Dtype,
+    divide_ftz,
     divide_full,
     multiply_ftz,
     reciprocal_approx_ftz,
@@ -138,6 +139,16 @@ def tensor_flashinfer_token(amax: Array, recipe: Recipe, dtype: Dtype) -> Pair:
     """
     encode_scale, decode_scale = tensor_te_reference(amax, recipe, dtype)
     return encode_scale, np.where(amax == 0, ZERO, decode_scale)
+
+
+def tensor_flashinfer_token_precise(amax: Array, recipe: Recipe, dtype: Dtype) -> Pair:
+    """Return the scales (encode, decode) of a row, as FlashInfer's CUDA kernel computes them without fast math.
+
+    They are those of tensor_flashinfer_token, except that a subnormal decode is 0. It is subnormal for an amax up to
+    3.2e-35. Source: FlashInfer quantization.cuh nvfp4QuantAndPerTokenScaleKernel, compiled with -use_fast_math.
+    """
+    encode_scale = tensor_te_reference(amax, recipe, dtype)[0]
+    return encode_scale, divide_ftz(ONE, encode_scale)
 
 
 def tensor_flashinfer_token_fast(amax: Array, recipe: Recipe, dtype: Dtype) -> Pair:
@@ -283,13 +294,14 @@ def tensor_int_modelopt(amax: Array, recipe: Recipe, dtype: Dtype) -> Pair:
 def tensor_int4_qat(amax: Array, recipe: Recipe, dtype: Dtype) -> Pair:
     """Return the tensor scales (encode, decode) of INT4 QAT.
 
-        decode = max(amax / 7, 1e-5)
+        decode = max(amax * fp32(1 / 7), 1e-5)
         encode = 1 / decode
 
-    Elements are divided by decode, instead of being multiplied by encode. An amax of 0 gives decode = 1e-5. An infinite
-    amax gives decode = inf and encode = 0, and NaN gives NaN. dtype is not used.
+    The trainers divide by 7. The formula multiplies by the reciprocal because PyTorch on a GPU divides by a number in
+    this way. Elements are divided by decode, instead of being multiplied by encode. An amax of 0 gives decode = 1e-5.
+    An infinite amax gives decode = inf and encode = 0, and NaN gives NaN. dtype is not used.
     """
-    decode_scale = np.maximum(amax / recipe.element.max, np.float32(1e-5))
+    decode_scale = np.maximum(amax * (ONE / recipe.element.max), np.float32(1e-5))
     return ONE / decode_scale, decode_scale
 
 

@@ -95,7 +95,7 @@ class FakeQuantSettings:
 
             OPEN_TRAINING_MXFP4_FAKE_QAT_FLAG   1: mxfp4-flashinfer, which the serving engine applies to the weights
             OPEN_TRAINING_MXFP4_BLOCK_SIZE      block size, 32 by default
-            OPEN_TRAINING_INT4_FAKE_QAT_FLAG    1: int4-qat, clamp(round(w / s), -7, 7) * s with s = max(amax / 7, 1e-5)
+            OPEN_TRAINING_INT4_FAKE_QAT_FLAG    1: int4-qat, clamp(round(w / s), -7, 7) * s
             OPEN_TRAINING_INT4_GROUP_SIZE       block size, 128 by default
 
         Args:

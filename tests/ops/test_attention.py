@@ -5,7 +5,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from statements import e2m1, e4m3
+from statements import e2m1, e4m3, rcp
 from together import together
 
 import fp4kit
@@ -35,8 +35,8 @@ def test_blocks_follow_the_kernels_code():
     x[: len(BLOCKS), :16] = [block + [0] * (16 - len(block)) for block in BLOCKS]
     q, k, _, *_ = quantize_qkv(x, x, x, smooth=None)
     for i, block in enumerate(x[: len(BLOCKS), :16]):
-        scale, byte = e4m3(np.fmax.reduce(abs(block)).astype(F32) / F32(6))
-        codes = e2m1(block.astype(F32) * (1 / scale if scale else F32(0)))
+        scale, byte = e4m3(np.fmax.reduce(abs(block)).astype(F32) * rcp(6))
+        codes = e2m1(block.astype(F32) * (rcp(scale) if scale else F32(0)))
         assert (q.block_scale[i, 0], q.packed[i, :8].tolist()) == (byte, fp4kit.pack(codes).tolist()), BLOCKS[i]
     assert_same_bits(k.packed, q.packed[np.arange(128) // 32 * 32 + np.tile(ORDER, 4)])
     v = quantize_qkv(x.T, x.T, x.T, smooth=None).v

@@ -57,14 +57,12 @@ def test_integers_have_the_values_of_their_codes(name, x):
 
 
 def test_int4_qat_by_its_formula():
-    """int4-qat gives clamp(round(w / s), -7, 7) * s with s = max(amax / 7, 1e-5) in groups of 128.
-
-    No recording tests this recipe.
-    """
+    """int4-qat gives clamp(round(w / s), -7, 7) * s with s = max(amax * fp32(1 / 7), 1e-5) in groups of 128."""
     x = ordinary(7, (32, 256))
     x[4], x[5, :128] = x[4] * 1e-9, 0
     groups = x.reshape(32, 2, 128)
-    s = np.maximum(np.abs(groups).max(axis=-1, keepdims=True) / np.float32(7), np.float32(1e-5))
+    seventh = np.float32(1) / np.float32(7)  # PyTorch on a GPU divides by 7 in this way
+    s = np.maximum(np.abs(groups).max(axis=-1, keepdims=True) * seventh, np.float32(1e-5))
     expected = np.clip(np.round(groups / s), -7, 7) * s
     assert_same_bits(fp4kit.fake_quantize(x, "int4-qat"), expected.reshape(x.shape))
     q = fp4kit.quantize(x, "int4-qat")

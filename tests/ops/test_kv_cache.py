@@ -38,8 +38,8 @@ def store_flashinfer(amax, g):
 
 
 def store_page(amax, g):
-    c, byte = e4m3(amax / (F32(6) * g))
-    return byte, F32(1) / (c * g) if c else F32(0)
+    c, byte = e4m3(amax * rcp(F32(6) * g))
+    return byte, rcp(c * g) if c else F32(0)
 
 
 STORES = {

@@ -238,7 +238,7 @@ def token(amax):
 
 def token_precise(amax):
     encode = min(F32(2688) / amax, FLT_MAX) if amax else FLT_MAX
-    return encode, F32(1) / encode if amax else F32(0)
+    return encode, F32(1) / encode if encode <= 2.0**126 else F32(0)
 
 
 def multiplied(amax):
@@ -279,6 +279,12 @@ def precise(amax, encode, block):
     return byte, min(F32(1) / mul(scale, F32(1) / encode), FLT_MAX)
 
 
+def cute(amax, encode, block):
+    """The arithmetic of FlashInfer's cute-dsl kernel without fast math, which keeps subnormals."""
+    scale, byte = e4m3(amax * (encode * (F32(1) / F32(6))))
+    return byte, min(F32(1) / (scale * (F32(1) / encode)), FLT_MAX) if amax else F32(0)
+
+
 def vllm(amax, encode, block):
     scale, byte = e4m3(encode * (amax * rcp(6)))
     return byte, rcp(scale * rcp(encode)) if scale else F32(0)
@@ -307,9 +313,9 @@ STATED = {  # {recipe: (scales of a tensor or row, scale of a block)}
     "nvfp4-vllm-static": (multiplied, vllm),
     "nvfp4-vllm-static-divisor": (divided, vllm),
     "nvfp4-vllm-online": (vllm_online, fast),
-    "nvfp4-sglang-online-a022252": (sglang_online, precise),
+    "nvfp4-sglang-online-a022252": (sglang_online, cute),
     "nvfp4-sglang-online": (sglang_online, best_of_two),
-    "nvfp4-hf-kernels": (hf_kernels, fast),
+    "nvfp4-hf-kernels": (hf_kernels, vllm),
 }
 TOKENS = [name for name in fp4kit.recipes("nvfp4") if fp4kit.recipe(name).tensor_scaling == "row" and "token" in name]
 

@@ -462,7 +462,7 @@ def test_evidence():
     assert r.evidence == {"recorded": ("triton_kernels", "producers_h200"), "live": ("triton_kernels in vllm 0.33.0",)}
     assert "evidence     recorded (triton_kernels, producers_h200), live (triton_kernels in vllm 0.33.0)" in str(r)
     assert replace(r, rounding="rz").evidence == {} and "evidence" not in str(replace(r, rounding="rz"))
-    derived = RECIPES["nvfp4-nunchaku"]
+    derived = RECIPES["nvfp4-deepseek-v4"]
     assert derived.evidence == {} and "derived from the producer's source code" in str(derived)
     column = RECIPE_COLUMNS.index("evidence")
     assert [row[column] for row in recipe_rows([r.id, derived.id])] == ["recorded, live", "derived"]

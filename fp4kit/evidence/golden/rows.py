@@ -358,6 +358,27 @@ def _producers_cpu() -> Iterator[GoldenRow]:
     yield _fake("nvfp4-compressed-tensors-static", "producers_cpu", "nvfp4-compressed-tensors-static")
     for strategy in ("", "-token", "-group"):
         yield _fake(id := f"fp8-compressed-tensors{strategy}", "producers_cpu", id)
+    for id in ("int4-qat", "int8-modelopt-narrow"):
+        yield _fake(id, "producers_cpu", id)
+
+
+def _producers_compiled() -> Iterator[GoldenRow]:
+    """Yield the rows of the file whose arrays compiled kernels gave on a CPU. Most variants are ids of recipes."""
+    for id in ("nvfp4-flashinfer-static", "nvfp4-flashinfer-kv-page", "nvfp4-vllm-kv", "nvfp4-vllm-static-divisor"):
+        yield GoldenRow(id, "producers_compiled", id, given_amaxes="tensor")
+    id = "nvfp4-flashinfer-kv"
+    yield GoldenRow(id, "producers_compiled", id, given_amaxes="tensor", decoded=True)
+    yield GoldenRow("nvfp4-vllm-kv", "producers_compiled", "nvfp4-vllm-static", given_amaxes="tensor")
+    yield GoldenRow("nvfp4-flashinfer-token", "producers_compiled", "nvfp4-flashinfer-token", skip="zero_row")
+    for id in ("nvfp4-flashinfer-token-precise", "nvfp4-vllm-online", "nvfp4-hf-kernels", "nvfp4-nunchaku"):
+        yield GoldenRow(id, "producers_compiled", id)
+    for id in ("nvfp4-sglang-online", "nvfp4-sglang-online-a022252"):
+        yield GoldenRow(id, "producers_compiled", id)
+    for id in ("mxfp4-deepseek-v4", "mxfp8-deepseek-v4", "fp8-deepseek-v4"):
+        yield GoldenRow(id, "producers_compiled", id, skip="nonfinite_block")
+    mxfp8 = ("mxfp8-deepseek-v4", "producers_compiled", "mxfp8-deepseek-v4_b128")
+    yield GoldenRow(*mxfp8, block=(1, 128), skip="nonfinite_block")
+    yield GoldenRow("mxfp8-mlx-metal-0321", "producers_compiled", "mxfp8-mlx-metal-0321", skip="nan_element")
 
 
 def _jax() -> Iterator[GoldenRow]:
@@ -416,7 +437,7 @@ def _ascend() -> Iterator[GoldenRow]:
 PRODUCERS = (
     *(_te_rows, _flashinfer_rows, _modelopt_rows, _torchao_rows, _other_rows, _gguf_rows, _mlx_rows),
     *(_vllm, _triton_kernels, _quark, _auto_round, _fouroversix, _comfy_kitchen, _mslk, _others),
-    *(_jax, _miles, _nncf, _onednn, _hf_kernels, _ascend, _producers_cpu),
+    *(_jax, _miles, _nncf, _onednn, _hf_kernels, _ascend, _producers_cpu, _producers_compiled),
 )
 ROWS = tuple(row for rows in PRODUCERS for row in rows())
 COMPARED = frozenset(row.recipe for row in ROWS)  # ids of the recipes that are compared with recorded arrays

@@ -137,15 +137,22 @@ struct block_flashinfer_kv : by_code_or_zero {
   }
 };
 
-struct block_flashinfer_kv_page : by_code {
+struct block_flashinfer_kv_page : by_code_or_zero {
   template <class R, class In>
   FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
-    return encode_scale<R>(amax / (6.0f * t.decode));
+    return encode_scale<R>(mul_ftz(amax, rcp_approx_ftz(mul_ftz(6.0f, t.decode))));
   }
   template <class R, class In>
   FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) {
     const float scale = decode_scale<R>(code);
-    return scale == 0.0f ? 0.0f : 1.0f / (scale * t.decode);
+    return block_factor(amax, scale > 0.0f ? rcp_approx_ftz(mul_ftz(scale, t.decode)) : 0.0f);
+  }
+};
+
+struct block_flashinfer_cute : block_te {
+  template <class R, class In>
+  FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) {
+    return fminf(1.0f / (decode_scale<R>(code) * (1.0f / t.encode)), kFltMax);
   }
 };
 

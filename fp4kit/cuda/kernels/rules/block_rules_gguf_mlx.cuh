@@ -149,15 +149,19 @@ struct block_e8m0_mlx_0321 : wrapped_power {
   }
 };
 
-struct block_e8m0_mlx_metal_0321 : inverse_factor {
+struct block_e8m0_mlx_metal_0321 : by_code {
   template <class R, class In>
   FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
     const float d = amax / max_of<typename R::Element>();
-    if (is_nan(d)) return 255u;
+    if (!is_finite(d)) return 255u;
     if (d == 0.0f) return 0u;
-    const float exponent = is_finite(d) ? log2_of(d) : 127.0f, size = fabsf(exponent), whole = floorf(size);
+    const float exponent = log2_of(d), size = fabsf(exponent), whole = floorf(size);
     const float rounded = size - whole >= 0.5f ? whole + 1.0f : whole;  // exact
     return static_cast<u32>(static_cast<i32>(fminf(fmaxf(exponent < 0.0f ? -rounded : rounded, -127.0f), 127.0f)) +
                             127);
+  }
+  template <class R, class In>
+  FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) {
+    return code == 255u ? 0.0f : inverse_e8m0(code);
   }
 };

@@ -169,13 +169,13 @@ struct fake_int_modelopt {
 };
 
 // The rule of INT4 quantization-aware training (recipe int4-qat). The result for an element x is clip(rint(x / s),
-// -max, max) * s, where max is the largest integer of the format and s = max(tensor_amax / max, 1e-5). The recipe has
+// -max, max) * s, where max is the largest integer of the format and s = max(tensor_amax * (1 / max), 1e-5). The recipe has
 // one float32 scale per block, so tensor_amax is the amax of the block. If it is NaN, s is NaN too.
 struct fake_int4_qat {
   static constexpr bool kHasCodes = false;
   template <class R, class In>
   FP4KIT_DEVICE FakeScale scale(float amax, float tensor_amax) {
-    const float ratio = tensor_amax / max_of<typename R::Element>();
+    const float ratio = tensor_amax * (1.0f / max_of<typename R::Element>());
     const float decode = is_nan(ratio) ? ratio : fmaxf(ratio, 1e-5f);
     return {safe_reciprocal(decode), decode};
   }

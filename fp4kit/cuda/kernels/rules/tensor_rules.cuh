@@ -108,6 +108,14 @@ struct tensor_flashinfer_token {
   }
 };
 
+struct tensor_flashinfer_token_precise {
+  template <class R, class In>
+  FP4KIT_DEVICE TensorScale scale(float amax) {
+    const float encode = tensor_te_reference::scale<R, In>(amax).encode;
+    return {encode, div_ftz(1.0f, encode), amax};
+  }
+};
+
 struct tensor_flashinfer_token_fast {
   template <class R, class In>
   FP4KIT_DEVICE TensorScale scale(float amax) {
@@ -226,7 +234,7 @@ struct tensor_int_modelopt {
 struct tensor_int4_qat {
   template <class R, class In>
   FP4KIT_DEVICE TensorScale scale(float amax) {
-    const float ratio = amax / max_of<typename R::Element>();
+    const float ratio = amax * (1.0f / max_of<typename R::Element>());
     const float decode = is_nan(ratio) ? ratio : fmaxf(ratio, 1e-5f);
     return {1.0f / decode, decode, amax};
   }
