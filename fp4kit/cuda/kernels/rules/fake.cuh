@@ -169,8 +169,8 @@ struct fake_int_modelopt {
 };
 
 // The rule of INT4 quantization-aware training (recipe int4-qat). The result for an element x is clip(rint(x / s),
-// -max, max) * s, where max is the largest integer of the format and s = max(tensor_amax * (1 / max), 1e-5). The recipe has
-// one float32 scale per block, so tensor_amax is the amax of the block. If it is NaN, s is NaN too.
+// -max, max) * s, where max is the largest integer of the format and s = max(tensor_amax * (1 / max), 1e-5). The recipe
+// has one float32 scale per block, so tensor_amax is the amax of the block. If it is NaN, s is NaN too.
 struct fake_int4_qat {
   static constexpr bool kHasCodes = false;
   template <class R, class In>
