@@ -147,8 +147,8 @@ def _flashinfer_token(fast: Recipe, precise: Recipe) -> Iterator[Recipe]:
         "nvfp4-flashinfer-token",
         "tensor_scaling=row tensor_rule=flashinfer_token_fast",
         source=kernel,
-        exact="the default kernel for float16 and bfloat16, with the approximate reciprocals of sm_90, except for block "
-        "scales of rows whose scale is 0: of a row of zeros, the kernel makes NaN, and 0.7.4 makes 0, as here",
+        exact="the default kernel for float16 and bfloat16, with the approximate reciprocals of sm_90, except for "
+        "block scales of rows whose scale is 0: of a row of zeros, the kernel makes NaN, and 0.7.4 makes 0, as here",
     )
     yield variant(
         precise,

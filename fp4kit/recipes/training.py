@@ -199,8 +199,8 @@ def qat() -> Made:
         "tensor_scaling=block tensor_rule=int4_qat fake_rule=int4_qat apply=divide narrow=True "
         "amax_nan=propagate block=1x128",
         source="slime 624b824 docker/patch/latest/megatron.patch _FakeInt4QuantizationSTE, also in miles 31f1ca9",
-        exact="clamp(round(w / s), -7, 7) * s for a weight w, where s = max(amax * fp32(1 / 7), 1e-5): PyTorch on a GPU "
-        "divides by 7 in this way, and on a CPU exactly",
+        exact="clamp(round(w / s), -7, 7) * s for a weight w, where s = max(amax * fp32(1 / 7), 1e-5): PyTorch on a "
+        "GPU divides by 7 in this way, and on a CPU exactly",
     )
 
 

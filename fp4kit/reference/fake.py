@@ -147,9 +147,9 @@ def int_modelopt(x: Array, recipe: Recipe, tensor_amax: Array, amax: Array | Non
 def int4_qat(x: Array, recipe: Recipe, tensor_amax: Array, amax: Array | None, dtype: Dtype) -> Array:
     """Fake-quantize x to 4-bit integers as training stacks do for QAT: y = clip(rint(x / s), -7, 7) * s.
 
-    s is the scale: max(tensor_amax * fp32(1 / 7), 1e-5). A tensor_amax may cover the tensor, a row or a block. -0 and NaN
-    elements are kept. If a tensor_amax is infinite or NaN, all elements that it covers become NaN. amax and dtype are
-    not used.
+    s is the scale: max(tensor_amax * fp32(1 / 7), 1e-5). A tensor_amax may cover the tensor, a row or a block. -0 and
+    NaN elements are kept. If a tensor_amax is infinite or NaN, all elements that it covers become NaN. amax and dtype
+    are not used.
     """
     scale = np.maximum(tensor_amax * (ONE / recipe.element.max), np.float32(1e-5))[..., None]
     y = np.clip(np.rint(_tensor_blocks(x, recipe) / scale), -recipe.element.max, recipe.element.max) * scale
