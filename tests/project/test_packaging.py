@@ -56,7 +56,7 @@ def test_the_selection_is_current():
 
 
 def test_every_recorded_recipe_is_in_the_selection():
-    """README states the number of compared arrays."""
+    """docs/checks.md states the number of compared arrays."""
     part = GoldenSet.open(SELECTION)
     recipes = COMPARED
     # NNCF's arithmetic of large arrays was recorded for arrays that the selection has no room for.
@@ -64,8 +64,7 @@ def test_every_recorded_recipe_is_in_the_selection():
     results = [check_recipe(recipe, part) for recipe in recipes]
     assert all(result.compared and not result.differences for result in results)
     total = sum(result.compared for result in results)
-    for name in ("README.md", "docs/checks.md"):
-        assert f"{total:,} arrays" in " ".join((ROOT / name).read_text().split())
+    assert f"{total:,} arrays" in " ".join((ROOT / "docs/checks.md").read_text().split())
 
 
 def test_notice_names_the_source_of_every_recording():

@@ -381,6 +381,25 @@ def test_a_row_of_zeros_has_scale_zero_and_decodes_to_zeros():
             assert_same_bits(fp4kit.fake_quantize(x, name), fp4kit.dequantize(q))
 
 
+@pytest.mark.parametrize(
+    "name, row, codes, block_scales, tensor_scale",
+    [
+        ("nvfp4-hf-kernels", [1.0, *[0] * 15, *[2.0**-30] * 16], [7, *[0] * 31], [126, 0], F32(1 / 2688)),
+        ("nvfp4-sglang-online-a022252", [2.0**-128] * 16, [2] * 16, [126], F32(2.0**-128) * F32(1 / 2688)),
+        ("nvfp4-flashinfer-token-precise", [1e-36] * 16, [7] * 16, [102], 0),
+        ("mxfp8-mlx-metal-0321", [np.inf, -np.inf, np.nan, *[1.0] * 29], [126] * 3 + [0] * 29, [255], None),
+        ("mxfp4-mlx-metal-0321", [np.inf, -np.inf, np.nan, *[1.0] * 29], [7] * 3 + [0] * 29, [255], None),
+    ],
+)
+def test_extreme_blocks_as_compiled_kernels_gave_them(name, row, codes, block_scales, tensor_scale):
+    """Blocks whose scale underflows or is infinite, for which kernels differ in one operation or its flags."""
+    x = np.array([row], BF16)
+    for q in (fp4kit.quantize(x, name), specified(x, name)):
+        assert codes_of(q).ravel().tolist() == codes
+        assert q.block_scale.view(np.uint8).ravel().tolist() == block_scales
+        assert q.tensor_scale is tensor_scale or np.ravel(q.tensor_scale) == tensor_scale
+
+
 def test_the_reference_equals_the_row_scaled_recipe_of_te_but_for_the_scale_of_zeros():
     x = drawn(np.random.default_rng(4), BF16)
     a, b = (fp4kit.quantize(x, f"nvfp4-{name}") for name in ("flashinfer-token-reference", "te-rowscaled"))
