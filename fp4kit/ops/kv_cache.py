@@ -72,9 +72,9 @@ def quantize_kv(
     Exact:
         Equals the kernel of the recipe, as recipe.exact says. On a GPU, block scales are computed on the host.
 
-        The 4over6 mode was written from vLLM's source and has not been compared with outputs of vLLM. It reproduces the
-        kernel with one thread per block. vLLM's kernel with two threads per block adds errors in another order: it adds
-        the sums of the two halves of a block last.
+        The 4over6 mode equals recorded outputs of vLLM's kernel with one thread per block, as built by CUDA 12.9 and
+        later. The kernel with two threads per block adds errors in another order: it adds the sums of the two halves of
+        a block last.
 
     Source:
         recipe.source.

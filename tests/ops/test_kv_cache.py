@@ -115,6 +115,26 @@ def test_vllm_store_with_4over6():
     assert chosen == {False, True}, "needs blocks of both scales"
 
 
+def test_vllm_store_with_4over6_equals_the_compiled_kernel(golden):
+    name, compared = "nvfp4-vllm-kv-4over6", 0
+    for key in golden.variants("producers_compiled")[name]:
+        x = golden.input(key)
+        codes, scales, scale = (
+            golden.get("producers_compiled", f"{key}/{name}/{part}") for part in ("codes", "scales", "tensor_scale")
+        )
+        if not (np.isfinite(scale) and scale > 0):
+            continue  # quantize_kv refuses such a scale
+        shape = kv.PageShape(pages=len(x), block_size=1, heads=1, head_dim=x.shape[1])
+        cache = kv.KV_LAYOUTS["vllm-hnd"].zeros(shape)
+        keys, slots = x[:, None], np.arange(len(x))
+        fp4kit.quantize_kv(cache, keys, keys, slots, k_scale=scale, v_scale=scale, four_over_six=True)
+        parts = cache.read(slots)
+        assert_same_bits(parts.k_codes[:, 0], codes)
+        assert_same_bits(parts.k_scales[:, 0], scales)
+        compared += 1
+    assert compared > 15
+
+
 def test_4over6_chooses_the_smaller_error_and_leaves_nan_at_six():
     """The error of most blocks with amax 4 falls; a block with NaN keeps the scale of the plain store."""
     rng = np.random.default_rng(10)

@@ -182,7 +182,8 @@ def test_no_other_recipe_has_two_encode_scales_that_its_codes_tell_apart(name, d
         true = tensor_scale(amaxes.astype(np.float32), r, f)
         implied = encoding_scale(true.decode, r, f)
         same = (true.encode == implied.encode) | (1 / true.encode == 1 / implied.encode)
-    assert same.all()
+    is_flushed = (true.decode == 0) & (name == "nvfp4-flashinfer-token-precise")  # any small amax gives the scale 0
+    assert (same | is_flushed).all()
 
 
 @pytest.mark.parametrize("name", AMBIGUOUS)
