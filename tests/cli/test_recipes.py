@@ -125,7 +125,7 @@ def test_the_list_of_engines_is_short_without_long(capsys) -> None:
 
 
 def test_check_of_a_recipe_without_recorded_outputs(capsys) -> None:
-    assert main(["recipes", "int4-qat", "--check"]) == 1
+    assert main(["recipes", "nvfp4-deepseek-v4", "--check"]) == 1
     last = capsys.readouterr().out.splitlines()[-1]
     assert last == "no recorded outputs: derived from the producer's source code"
 

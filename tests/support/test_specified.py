@@ -13,7 +13,8 @@ TESTS = Path(__file__).resolve().parents[1]
 TAKES = re.compile(
     r"\bON_GPU\b|\bimportable\(\)|\bplayed_gpu\b|\bcupy_on_host\b|def test_\w+\([^)]*\bhost\b|import .*\bHost\b"
 )
-OTHERS = {"test_specified", "test_kernels_compile"}  # they do not compare with NumPy results
+# These do not compare with NumPy results.
+OTHERS = {"test_specified", "test_kernels_compile", "test_kernel_source", "test_cuda_examples", "test_benchmarks"}
 
 
 @together("path", sorted(TESTS.rglob("test_*.py")), ids=lambda path: path.relative_to(TESTS).as_posix())

@@ -164,16 +164,17 @@ def test_tensor_amax_and_clipping():
 @pytest.mark.parametrize("size", [32, 128])
 @pytest.mark.parametrize("kind", INPUTS)
 def test_int4_by_its_formula_in_torch(size, kind):
-    """The INT4 setting gives clamp(round(w / s), -7, 7) * s with s = max(amax / 7, 1e-5), computed by PyTorch.
+    """The INT4 setting gives clamp(round(w / s), -7, 7) * s with s = max(amax / 7, 1e-5), as PyTorch on a GPU.
 
-    The arithmetic is float32; the result is rounded to the dtype of w.
+    The arithmetic is float32; the result is rounded to the dtype of w. On a GPU, PyTorch divides by a number by
+    multiplying with its float32 reciprocal.
     """
     torch = pytest.importorskip("torch")
     x = INPUTS[kind]
     is_bf16 = x.dtype == BF16
     w = torch.from_numpy(x.view(np.uint16).copy()).view(torch.bfloat16) if is_bf16 else torch.from_numpy(x.copy())
     groups = w.reshape(len(x), -1, size)
-    s = torch.clamp(groups.abs().float().amax(-1, keepdim=True) / 7, min=1e-5)
+    s = torch.clamp(groups.abs().float().amax(-1, keepdim=True) * torch.tensor(1 / 7), min=1e-5)
     y = (torch.clamp(torch.round(groups / s), -7, 7) * s).reshape(x.shape).to(w.dtype)
     expected = y.view(torch.uint16).numpy().view(ml_dtypes.bfloat16) if x.dtype == BF16 else y.numpy()
     ours = from_environment(**{INT4: "1", INT4_SIZE: str(size)}).fake_quantize(EXPERT, x)
