@@ -274,7 +274,7 @@ def convert_options() -> str:
     """Return the table of options of `fp4kit convert`, from the fields of Request."""
     rows = []
     for one in flags():
-        choices = "{" + ",".join(one.how["choices"]) + "}" if "choices" in one.how else ""
+        choices = "{" + ", ".join(one.how["choices"]) + "}" if "choices" in one.how else ""
         text = one.help.replace("%(default)s", str(one.how.get("default"))).replace("*", r"\*")
         rows.append((f"`{' '.join(filter(None, (one.name, one.how.get('metavar', choices))))}`", text))
     return markdown(OPTION_COLUMNS, rows)
