@@ -88,7 +88,7 @@ def compile_source(source: str, arch: str, name: str = "fp4kit.cu") -> tuple[byt
 
 
 class Resources(NamedTuple):
-    """What a kernel uses.
+    """The registers and the memory of a kernel.
 
     Attributes:
         registers: registers per thread.

@@ -579,7 +579,7 @@ def _encoded(
 
 
 class Folding(NamedTuple):
-    """What became of block scales when their tensor scale changed, and they with it, so that codes could stay.
+    """The change of block scales whose tensor scale was folded or replaced while the codes stayed.
 
     The blocks are those with a nonzero code. The value of a block scale is its product with the tensor scale, float32.
 
