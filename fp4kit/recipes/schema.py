@@ -99,8 +99,8 @@ def as_levels(name: str, levels: Any) -> tuple[Level, ...]:
 
 # The operations that work for recipes that only the specification computes, on arrays in host memory
 _SPECIFIED = (
-    *("recipe", "quantize", "fake_quantize", "dequantize", "Quantized", "from_parts", "compare_recipes"),
-    *("explain", "plot.block", "plot.error_against_scale"),
+    *("recipe", "quantize", "fake_quantize", "dequantize", "quantize_grouped", "fake_quantize_grouped"),
+    *("Quantized", "from_parts", "compare_recipes", "explain", "plot.block", "plot.error_against_scale"),
 )
 # The operations that work for a Quantized with several levels of scales
 _LEVELED = ("dequantize", "Quantized", "equals", "compare", "statistics", "identify", "plot.histogram")
