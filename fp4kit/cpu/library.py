@@ -265,7 +265,7 @@ def library() -> CompiledLibrary:
             missing.append((level, str(error)))
     if functions is None:
         found = CompiledLibrary(None, missing[-1][1])
-        _warn_once(f"fp4kit computes by its specification in NumPy, which is 20 to 100 times slower: {found.level}")
+        _warn_once(f"fp4kit computes by its specification in NumPy, which is 10 to 120 times slower: {found.level}")
         return found
     functions.fp4kit_set_reciprocals(reciprocal_table().ctypes.data)
     found = CompiledLibrary(functions, level, "; ".join(f"cpu-{name}: {error}" for name, error in missing))
