@@ -15,6 +15,7 @@ from fp4kit.formats import IntegerOrFloat
 from fp4kit.layouts import unpack, unswizzle_scales
 from fp4kit.quantized.container import PARTS, Quantized
 from fp4kit.recipes import ALIASES, PRODUCER_ALIASES, Recipe
+from fp4kit.recipes.schema import EVIDENCE
 from fp4kit.recipes.table import is_listed
 from fp4kit.reference.codec import exponent_bits
 
@@ -356,8 +357,8 @@ def recipe_panel(r: Recipe) -> Panel:
 
 
 def evidence_text(r: Recipe) -> str:
-    """Return how it is known that a recipe of the table gives its producer's bits, such as "recorded (te)"."""
-    found = (f"{kind} ({', '.join(names)})" for kind, names in r.evidence.items())
+    """Return how it is known that a recipe of the table gives its producer's bits: "recorded on a CPU (ao)"."""
+    found = (f"{EVIDENCE[kind]} ({', '.join(names)})" for kind, names in r.evidence.items())
     return ", ".join(found) or "derived from the producer's source code"
 
 

@@ -137,15 +137,18 @@ def two_producers(width: int) -> str:
                 parts.append(text(18 + (columns + 0.5) * step, y + 47, f"{scales[n]:#04x}", "number bold"))
             y += 54
         y += 14
-    codes = int((values[0][row] != values[1][row]).sum())
+    differs = values[0] != values[1]
+    codes, equal = int(differs[row].sum()), float((~differs.any(axis=1)).mean())
     caption = (
-        f"Each cell is a 4-bit value of E2M1; a weight is value × scale. {codes} of 16 values and the scale byte differ"
-        " (marked), because compressed-tensors rounds its tensor scale to bfloat16."
+        f"Each cell is the value of a 4-bit code of E2M1; a weight is value × scale. {codes} of 16 codes and the scale"
+        " byte differ (marked), because compressed-tensors rounds its tensor scale to bfloat16. This block of"
+        f" {len(x):,} random ones differs most: in {equal:.0%} of them, all codes are equal."
     )
     title = (
-        f"One block of sixteen weights through two producers of NVFP4: {codes} of 16 values and the scale byte differ"
+        f"The block of sixteen weights that differs most between two producers of NVFP4: {codes} of 16 codes and the"
+        f" scale byte; in {equal:.0%} of {len(x):,} blocks, all codes are equal"
     )
-    heading = "The same sixteen bfloat16 weights become different NVFP4 bytes"
+    heading = "The same sixteen bfloat16 weights can become different NVFP4 bytes"
     return picture(width, heading, caption, title, y - 6, parts)
 
 

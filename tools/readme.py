@@ -12,7 +12,8 @@ import json
 import re
 import subprocess
 import sys
-from collections import defaultdict
+import textwrap
+from collections import Counter, defaultdict
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -63,13 +64,15 @@ MEASURED = (  # rows of the table of times: (operation, recipe)
 
 def evidence() -> str:
     """Return the sentences that count the recipes by how their equality with the producer is known."""
-    recorded = sum("recorded" in recipe(id).evidence for id in ALL_RECIPES)
-    derived = sum(not recipe(id).evidence for id in ALL_RECIPES)
-    return (
-        f"Of {len(ALL_RECIPES)} recipes, {recorded} are compared with recorded outputs of their producers. {derived} "
-        f"{'was' if derived == 1 else 'were'} derived from\nthe producer's source code alone. `fp4kit recipes` and "
-        "`print(recipe)` say which.\n"
+    known = Counter(next(iter(recipe(id).evidence), "derived") for id in ALL_RECIPES)
+    text = (
+        f"Of {len(ALL_RECIPES)} recipes, {len(ALL_RECIPES) - known['derived']} are compared with recorded outputs of "
+        f"the producer: {known['GPU']} with those of an H100 or H200, {known['CPU']} with those of its code on a CPU, "
+        f"{known['emulated']} with those of its kernels executed on a CPU, {known['reference']} with those of its "
+        f"reference implementation. None come from a Blackwell GPU. {known['derived']} recipe is derived from source "
+        "code alone. `print(recipe)` says which holds."
     )
+    return textwrap.fill(text, 110, break_on_hyphens=False) + "\n"
 
 
 SECTIONS = {  # {heading on the page of recipes: the first parts of the ids in that section}

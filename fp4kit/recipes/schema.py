@@ -97,6 +97,14 @@ def as_levels(name: str, levels: Any) -> tuple[Level, ...]:
     return tuple(Level(*level) for level in found)
 
 
+# {kind of evidence that a recipe gives its producer's bits: what it says}, the strongest recordings first
+EVIDENCE = {
+    "GPU": "recorded on a GPU",
+    "CPU": "recorded on a CPU",
+    "emulated": "recorded from its kernels, executed on a CPU",
+    "reference": "recorded from a reference implementation of the producer",
+    "live": "live",
+}
 # The operations that work for recipes that only the specification computes, on arrays in host memory
 _SPECIFIED = (
     *("recipe", "quantize", "fake_quantize", "dequantize", "quantize_grouped", "fake_quantize_grouped"),
@@ -315,9 +323,11 @@ class Recipe:
     def evidence(self) -> Mapping[str, tuple[str, ...]]:
         """How it is known that the recipe gives the bits of its producer.
 
-        {"recorded": files of outputs that the producer gave, which `fp4kit recipes --check` compares; "live":
-        producers with versions that `fp4kit recipes --live` ran and found equal}. Empty if the recipe was derived from
-        the producer's source code only, and for a variant that is not in fp4kit's table.
+        {"GPU", "CPU": files of outputs that the producer's code computed there, which `fp4kit recipes --check`
+        compares; "emulated": files of outputs of its kernels, executed on a CPU; "reference": files of outputs of a
+        reference implementation, which the producer compares with its kernels; "live": producers with versions that
+        `fp4kit recipes --live` ran and found equal}. Empty if the recipe was derived from the producer's source code
+        only, and for a variant that is not in fp4kit's table.
         """
         found: Mapping[str, tuple[str, ...]] = FUNCTIONS["Recipe.evidence"](self)
         return found

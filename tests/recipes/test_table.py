@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from dataclasses import fields, replace
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -19,10 +20,12 @@ import fp4kit
 from fp4kit.cli.output import RECIPE_COLUMNS, recipe_rows
 from fp4kit.cuda.dispatch import unsupported
 from fp4kit.evidence.fuzz.recipes import Picks, Pool, draw_variant
+from fp4kit.evidence.golden.golden_set import RECORDED
+from fp4kit.evidence.golden.rows import ROWS
 from fp4kit.evidence.testing import assert_same_bits
 from fp4kit.formats import BNB_FP4, E2M1, E3M2, E4M3, E8M0, INT4, INT8, NF4, Codebook, ElementFormat, bit_patterns
 from fp4kit.recipes import ALIASES, PRODUCER_ALIASES, RECIPES, Recipe, recipe, rules
-from fp4kit.recipes.schema import Versions, as_stored, fields_of, of_format, searching
+from fp4kit.recipes.schema import EVIDENCE, Versions, as_stored, fields_of, of_format, searching
 from fp4kit.recipes.table import ALL_RECIPES, as_data, from_data, from_spec, to_spec
 from fp4kit.reference.block_rules import BLOCK_RULES
 from fp4kit.reference.dequantize import DECODE_RULES
@@ -459,13 +462,32 @@ def test_evidence():
     """A recipe says whether it was compared with recordings or a live producer. A variant of it was compared with
     nothing."""
     r = RECIPES["mxfp4-triton-kernels"]
-    assert r.evidence == {"recorded": ("triton_kernels", "producers_h200"), "live": ("triton_kernels in vllm 0.33.0",)}
-    assert "evidence     recorded (triton_kernels, producers_h200), live (triton_kernels in vllm 0.33.0)" in str(r)
+    live = "triton_kernels in vllm 0.33.0"
+    assert r.evidence == {"GPU": ("producers_h200",), "CPU": ("triton_kernels",), "live": (live,)}
+    assert f"recorded on a GPU (producers_h200), recorded on a CPU (triton_kernels), live ({live})" in str(r)
     assert replace(r, rounding="rz").evidence == {} and "evidence" not in str(replace(r, rounding="rz"))
     derived = RECIPES["nvfp4-deepseek-v4"]
     assert derived.evidence == {} and "derived from the producer's source code" in str(derived)
     column = RECIPE_COLUMNS.index("evidence")
-    assert [row[column] for row in recipe_rows([r.id, derived.id])] == ["recorded, live", "derived"]
+    assert [row[column] for row in recipe_rows([r.id, derived.id])] == ["GPU, CPU, live", "derived"]
+
+
+def test_recordings_of_gpus_are_those_that_their_readme_names():
+    """Every file, or a variant of it, that counts as computed by a GPU has an H100 or H200 in its row, and no other."""
+    rows = re.findall(r"^\| ([\w, ]+) \| (.*)$", (RECORDED / "README.md").read_text(), re.MULTILINE)
+    named = {name for names, text in rows if "NVIDIA H" in text for name in names.split(", ")}
+    counted = {row.file for row in ROWS if row.computed == "GPU"}
+    by_difference = {"modelopt_fake", "vllm", "fouroversix"}  # the files with their differences are named
+    assert counted - by_difference == (named & {row.file for row in ROWS})
+    assert {row.computed for row in ROWS} == {*EVIDENCE} - {"live"}
+
+
+def test_pages_repeat_the_evidence_of_recipes():
+    pages = [path.read_text() for path in (Path(__file__).parents[2] / "docs" / "guides").glob("*.md")]
+    tables = [table for page in pages for table in re.findall(r"\| evidence \|\n\| ---.*\n((?:\|.*\n)+)", page)]
+    rows = [re.match(r"\| (`.*?`) \|.* \| (.*) \|", row) for table in tables for row in table.splitlines()]
+    stated = [(name, row[2]) for row in rows if row for name in re.findall(r"`([\w-]+)`", row[1])]
+    assert stated == [(name, ", ".join(recipe(name).evidence)) for name, _ in stated] and len(stated) > 4
 
 
 def test_no_text_repeats_the_evidence():

@@ -9,6 +9,17 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, ClassVar
 
+# The files and the variants (by the beginnings of their names) that were not computed by the producer's code on a CPU
+_FILES = {
+    **dict.fromkeys(("jax_gpu", "modelopt_sweep_h200", "producers_h200", "triton_h100"), "GPU"),
+    **dict.fromkeys(("flashinfer", "producers_compiled"), "emulated"),
+    **dict.fromkeys(("flashinfer_per_token", "hf_nvfp4_gemm", "te", "te_1x64"), "reference"),
+}
+_VARIANTS = {
+    **{"kern_": "emulated", "nvfp4_sr_cuda": "GPU"},
+    **dict.fromkeys(("mslk_mx4", "nvfp4-te-4over6", "mxfp4-triton-kernels-main"), "reference"),
+}
+
 
 @dataclass(frozen=True)
 class GoldenRow:
@@ -69,6 +80,16 @@ class GoldenRow:
     window: int = 0
     torch_seed: int | None = None
     torch_bits: ClassVar[dict[str, int]] = {"float32": 24, "float16": 11, "bfloat16": 8}
+
+    @property
+    def computed(self) -> str:
+        """How the outputs were computed: a key of recipes.schema.EVIDENCE."""
+        if self.on_gpu or (self.file == "modelopt_fake" and not self.on_cpu):
+            return "GPU"  # of such outputs, those that differ on a GPU were recorded in another file
+        file = _FILES.get(self.file, "emulated" if "_metal" in self.variant else "CPU")
+        if file == "GPU":
+            return file
+        return next((kind for name, kind in _VARIANTS.items() if self.variant.startswith(name)), file)
 
     def takes(self, name: str, size: int) -> bool:
         """Return whether the row has the input `name`, which has `size` elements."""

@@ -33,7 +33,7 @@ from fp4kit.evidence.golden.rows import ROWS
 from fp4kit.evidence.live.adapter import PARTS, Adapter, Parts, ProducerCall
 from fp4kit.evidence.live.draw import draw, draw_stored, shrink
 from fp4kit.formats import bit_patterns
-from fp4kit.recipes.schema import PRODUCERS
+from fp4kit.recipes.schema import EVIDENCE, PRODUCERS
 from fp4kit.recipes.table import is_listed
 from fp4kit.reference.codec import decode
 
@@ -274,9 +274,12 @@ def evidence_of(r: fp4kit.Recipe) -> dict[str, tuple[str, ...]]:
     """Return Recipe.evidence: the files of recorded outputs, and the producers that were run and gave equal bits."""
     if not is_listed(r):
         return {}
-    recorded = dict.fromkeys(row.file for row in ROWS if row.recipe == r.id)
-    live = (f"{producer} {entry['version']}" for producer, entry in found_equal().items() if r.id in entry["recipes"])
-    return {kind: names for kind, names in (("recorded", tuple(recorded)), ("live", tuple(live))) if names}
+    found: dict[str, list[str]] = {kind: [] for kind in EVIDENCE}
+    for row in ROWS:
+        if row.recipe == r.id and row.file not in found[row.computed]:
+            found[row.computed].append(row.file)
+    found["live"] = [f"{name} {entry['version']}" for name, entry in found_equal().items() if r.id in entry["recipes"]]
+    return {kind: tuple(names) for kind, names in found.items() if names}
 
 
 class NotRun(Exception):
