@@ -339,9 +339,11 @@ def number_line(element: ElementFormat, x: Any = None, *, ax: Any = None) -> Any
         The Axes. Its first line holds the values. For up to 32 values, dotted lines mark the midpoints between them.
 
     Raises:
-        TypeError: element is IF4, whose codes have no values without a block scale.
+        TypeError: element is no format, or IF4, whose codes have no values without a block scale.
         ValueError: x holds a NaN or an infinity, or element is MX4 and x has an odd length.
     """
+    if not isinstance(element, ElementFormat):
+        raise TypeError(f"plot.number_line: element is {element!r:.80}; needs a format such as fp4kit.formats.E2M1")
     if x is not None and not np.isfinite(np.asarray(x, np.float32)).all():
         raise ValueError("plot.number_line: x holds a NaN or an infinity; needs finite numbers")
     ax = axes(ax, 9, 2.2)

@@ -13,7 +13,7 @@ from typing import Any, Literal
 from fp4kit.arguments import as_word
 from fp4kit.formats import ELEMENT_FORMATS, IF4, MX4, Codebook, ElementFormat
 from fp4kit.recipes import ascend, local, nvidia, pytorch, serving, training
-from fp4kit.recipes.schema import Alias, Level, Recipe, as_levels, check_engines
+from fp4kit.recipes.schema import PRODUCERS, Alias, Level, Recipe, as_levels, check_engines
 
 _PRODUCERS = (  # within a format, their order is that of recipes()
     *(pytorch.ocp, nvidia.te, nvidia.flashinfer, nvidia.modelopt, pytorch.torchao, pytorch.compressed_tensors),
@@ -125,16 +125,23 @@ def _hint(id: str) -> str:
     """Return the end of the error message for an unknown id, which suggests what the user may have meant."""
     written = id.strip().lower().replace("_", "-")
     if written in ALL_RECIPES or written in ALIASES:
-        similar = difflib.get_close_matches(written, [*ALL_RECIPES, *ALIASES], n=3, cutoff=0.4)
-        return _did_you_mean([written, *(name for name in similar if name != written)][:3])
+        return _did_you_mean([written])
     if written in _ELSEWHERE:
         return _ELSEWHERE[written]
-    members = family(written)
+    if not (members := family(written)):
+        names = {_plain(name): id for id, p in PRODUCERS.items() for name in (*p.name.split(" ("), p.package, p.name)}
+        written = names.get(_plain(written), written)
+        members = family(written)
     if members:
         more = f" `fp4kit recipes {written}` lists all {len(members)}" if len(members) > 3 else ""
         return _did_you_mean(sorted(members, key=lambda name: name.count("-"))[:3]) + more
     nearest = difflib.get_close_matches(written, [*ALL_RECIPES, *ALIASES], n=3, cutoff=0.6)
     return _did_you_mean(nearest) if nearest else "see fp4kit.recipes()"
+
+
+def _plain(name: str) -> str:
+    """Return the letters and digits of a name, in lower case."""
+    return "".join(filter(str.isalnum, name.lower()))
 
 
 def _did_you_mean(names: list[str]) -> str:

@@ -175,7 +175,7 @@ def load(path: str | os.PathLike[str]) -> dict[str, Quantized]:
             - A CRC-32 is wrong.
             - A version, recipe, field, tensor, dtype, shape or metadata entry does not fit.
 
-        OSError: if the file cannot be read.
+        OSError: if the file does not exist or cannot be read.
 
     Examples:
         >>> import tempfile, fp4kit, numpy as np
@@ -185,6 +185,8 @@ def load(path: str | os.PathLike[str]) -> dict[str, Quantized]:
         {'w': Quantized(mxfp4-ocp, shape=(4, 32), dtype=float32, axis=1, scale_layout='linear', 4.25 bits per value)}
     """
     source = as_path("load", path)
+    if not source.exists():
+        raise FileNotFoundError(f"load: {source} does not exist; a file that fp4kit.save wrote is needed")
     file = read_header(source, f"load: {source.name}")
     sums = _sums(file)
     described = _described(file)
@@ -203,6 +205,8 @@ def load(path: str | os.PathLike[str]) -> dict[str, Quantized]:
 def recipes_of(path: str | os.PathLike[str]) -> dict[str, Recipe] | None:
     """Return {array name: Recipe} for a file that fp4kit.save wrote; None for any other safetensors file."""
     source = as_path("load", path)
+    if not source.exists():
+        raise FileNotFoundError(f"load: {source} does not exist; a file that fp4kit.save wrote is needed")
     file = read_header(source, f"load: {source.name}")
     if ENTRY not in file.metadata:
         return None

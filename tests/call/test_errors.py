@@ -195,7 +195,12 @@ def test_an_unknown_recipe_suggests_the_nearest(typo, name):
 FAMILIES = {
     "modelopt": "did you mean 'nvfp4-modelopt' or 'mxfp4-modelopt' or 'mxfp8-modelopt'? "
     "`fp4kit recipes modelopt` lists all ",
-    "NVFP4": "did you mean 'nvfp4' or 'nvfp4-te'",
+    "NVFP4": "did you mean 'nvfp4'?",
+    "transformer_engine": "did you mean 'nvfp4-te' or 'mxfp4-te' or 'mxfp8-te'?",
+    "Transformer Engine": "did you mean 'nvfp4-te' or",
+    "llama.cpp": "did you mean 'nvfp4-gguf' or 'mxfp4-gguf'?",
+    "nvidia-modelopt": "did you mean 'nvfp4-modelopt' or",
+    "OpenVINO)": "did you mean 'nvfp4-nncf' or",
     "int4": "did you mean 'int4-modelopt' or 'int4-qat' or 'int4-modelopt-channel'?",
     "gguf": "did you mean 'nvfp4-gguf' or 'mxfp4-gguf'?",
     "nf4": "make one: fp4kit.custom_recipe('my-nf4', fp4kit.formats.NF4, 'float32', block=64)",

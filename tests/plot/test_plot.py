@@ -342,6 +342,7 @@ WRONG = [
     (lambda: plot.block(ROW, "fp8-modelopt", 0), ValueError, "fp8-modelopt has no blocks"),
     (lambda: plot.block(ROW, [], 0), ValueError, "recipe is empty; needs a recipe id, or several"),
     (lambda: plot.number_line(fp4kit.formats.E2M1, [np.nan]), ValueError, "x holds a NaN or an infinity; needs finite"),
+    (lambda: plot.number_line("E2M1"), TypeError, "element is 'E2M1'; needs a format such as fp4kit.formats.E2M1"),
     (lambda: plot.layers({}), ValueError, "ratios is empty"),
     (lambda: plot.layers({"r": {"a": 1.0}, "s": {"b": 1.0}}), ValueError, "s and r have different layers; needs equal"),
     (lambda: plot.layers({"r": {"a": np.nan}}), ValueError, "the ratio of a is NaN; needs a number"),

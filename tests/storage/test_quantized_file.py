@@ -214,7 +214,7 @@ def test_invalid_paths_are_rejected(tmp_path):
     text = f"{tmp_path}/missing/a: there is no folder {tmp_path}/missing; create it first"
     with pytest.raises(FileNotFoundError, match=f"^{re.escape(text)}$"):
         fp4kit.save(tmp_path / "missing" / "a", {})
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(FileNotFoundError, match=r"^load: .*/missing does not exist; a file that fp4kit.save wrote is"):
         fp4kit.load(tmp_path / "missing")
     with pytest.raises(ValueError, match=f"^load: {tmp_path.name}: not a regular file; a safetensors file is needed$"):
         fp4kit.load(tmp_path)
