@@ -465,8 +465,10 @@ def _print_outcome(
     """Print totals, the number of layers per action (except copies), files, skipped files, errors and warnings."""
     sizes = " -> ".join(decimal(body[name]) for name in ("bytes_in", "bytes_out"))
     count, copied = body["converted"], body["copied"]
-    out.line(f"{verb} ({plan.format_name}): {count} tensors converted, {copied} copied, {sizes}")
     actions = sorted(body.get("actions", {}).items())
+    kept = dict(actions).get("rename", 0)
+    counts = f"{count - kept} tensors converted" + f", {kept} with their codes kept" * (kept > 0)
+    out.line(f"{verb} ({plan.format_name}): {counts}, {copied} copied, {sizes}")
     layers = ", ".join(f"{count} {action}" for action, count in actions if action != "copy")
     out.lines([f"layers: {layers}"] if layers else [])
     out.lines(plan.notes)

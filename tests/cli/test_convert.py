@@ -101,6 +101,8 @@ def test_convert(tmp_path: Path, run: Run) -> None:
     assert "layers: 12 quantize" in result.out.splitlines()
     assert "skipped modeling.py: kind of file that is not copied" in result.out
     assert (tmp_path / "out" / "config.json").exists()
+    again = run("convert", tmp_path / "out", tmp_path / "again")
+    assert ": 0 tensors converted, 12 with their codes kept, " in again.out
 
 
 def test_convert_warns_of_float32_models_in_transformers(tmp_path: Path, run: Run) -> None:
