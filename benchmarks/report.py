@@ -65,7 +65,7 @@ def cells(row: BenchmarkRow) -> tuple[str, ...]:
     operation = row.operation if row.kind == "kernel" else f"{row.operation} ({row.kind} time)"
     efficiency = "" if row.efficiency is None else f"{row.efficiency:.3f}"
     times = (f"{row.us:.1f}", f"{row.spread:.1f}")
-    moved = f"{row.bytes / 1e6:,.1f} MB = {row.formula}"
+    moved = f"{row.bytes / 1e6:,.1f} MB = {row.formula}" if row.bytes else ""
     return (
         operation,
         row.recipe,
