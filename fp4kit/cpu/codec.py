@@ -419,7 +419,7 @@ def fake_matrix(
     values: np.ndarray,
     random: Any,
 ) -> None:
-    """Fake-quantize a matrix by codes, as host.engine.fake_matrix does by r.fake_rule, which computes the other tiles."""
+    """Fake-quantize a matrix by codes, as host.engine.fake_matrix does without; that one computes the other tiles."""
     kernels = kernels_of(r)._replace(kept=tuple(map(faked_factors, INPUTS)))
     tensor = tensor_scale(None, r, x.dtype).columns(r)
     for rows in _row_slices(x.shape):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from engine_cases import NEEDS_ENGINE, agree, covered, counted
+from engine_cases import NEEDS_ENGINE, agree, counted, covered
 from power_edges import DTYPES, blocks, nonfinite
 
 import fp4kit

@@ -128,12 +128,12 @@ FP4KIT_DEVICE bool has_sign(float x, u32 code) {
 }
 
 // Return y with the sign bit that the code of y gets under kSign. Only zeros change: `negative` turns -0 into 0, and
-// `not_positive` turns 0 into -0. `unscaled` counts as `negative`: the caller knows that scaling made no -0. For `unsigned_zero`, y is returned unchanged. If its code is 0, the caller must clear
-// the sign bit of the code.
+// `not_positive` turns 0 into -0. `unscaled` counts as `negative`: the caller knows that scaling made no -0. For
+// `unsigned_zero`, y is returned unchanged. If its code is 0, the caller must clear the sign bit of the code.
 template <Sign kSign>
 FP4KIT_DEVICE float with_code_sign(float y) {
   if constexpr (kSign == Sign::negative || kSign == Sign::unscaled) return y + 0.0f;  // -0 -> 0
-  if constexpr (kSign == Sign::not_positive) return -(0.0f - y);  // 0 -> -0
+  if constexpr (kSign == Sign::not_positive) return -(0.0f - y);                      // 0 -> -0
   return y;
 }
 
