@@ -144,14 +144,20 @@ def _round_by_a_sum(a: np.ndarray) -> np.ndarray:
     return np.floor(a + half) - ((a - half) % 2 == 0)
 
 
+def _round_away_by_a_sum(a: np.ndarray) -> np.ndarray:
+    """Round a >= 0 through the rounded sum a + 0.5, as HiFloat4 does, so that the number just below 0.5 gives 1."""
+    return np.floor(a + a.dtype.type(0.5))
+
+
 # rn: nearest, ties to even. rz: toward zero. rna: nearest, ties away from zero. rnz: nearest, ties toward zero.
-# rns: nearest even through the rounded sum a + 0.5 (see _round_by_a_sum).
+# rns, rnas: nearest through the rounded sum a + 0.5, ties to even or away from zero.
 ROUNDINGS: dict[str, Rounding] = {
     "rn": np.rint,
     "rz": np.floor,
     "rna": _round_ties_away,
     "rnz": _round_ties_to_zero,
     "rns": _round_by_a_sum,
+    "rnas": _round_away_by_a_sum,
 }
 
 
@@ -219,8 +225,8 @@ def as_terms(values: np.ndarray, least: int) -> Terms:
 # ---- one number, rounded once, to any format ----
 
 # Roundings that ElementFormat.encode accepts. rm (down) and rp (up) also read the sign, rs (stochastic) random bits.
-# rns is left out, because it is defined in float32 only.
-NAMES = (*(name for name in ROUNDINGS if name != "rns"), "rm", "rp", "rs")
+# rns and rnas are left out, because they are defined in float32 only.
+NAMES = (*(name for name in ROUNDINGS if name not in ("rns", "rnas")), "rm", "rp", "rs")
 _TINY_EXPONENT = 64  # nonzero magnitudes up to 2^-64 steps all round alike, even with 32 random bits
 
 

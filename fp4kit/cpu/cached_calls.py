@@ -18,7 +18,16 @@ import numpy as np
 from fp4kit.arithmetic import is_ieee
 from fp4kit.arrays import returns
 from fp4kit.call.parse import Call, Declined
-from fp4kit.cpu.codec import are_looked_up, check_array, decode_call, encode_call, kernels_of, tensor_key, tensors_of
+from fp4kit.cpu.codec import (
+    are_looked_up,
+    check_array,
+    decode_call,
+    encode_call,
+    faked_factors,
+    kernels_of,
+    tensor_key,
+    tensors_of,
+)
 from fp4kit.cpu.library import (
     ELEMENTS_PER_CALL,
     ELEMENTS_PER_THREAD,
@@ -30,6 +39,7 @@ from fp4kit.cpu.library import (
     threads_for,
 )
 from fp4kit.quantized.container import PARTS, Quantized, assembled
+from fp4kit.recipes.rules import FAKE_RULES
 from fp4kit.recipes.schema import faking
 
 # Results of MIN_BYTES to MAX_BYTES are in memory that is aligned to huge pages, and is kept for the next result when
@@ -198,9 +208,12 @@ def _code_call(call: Call) -> tuple[EncodeCall, int] | None:
 def _value_calls(call: Call) -> tuple[EncodeCall, DecodeCall, int] | None:
     """Return the prototypes that encode and decode, and the tensor rule, of a call to fake_quantize; or None."""
     shape, r = call.moved.shape, call.recipe
-    if r.fake_rule is not None or (matrix_call := _matrix_call(call, 0, 0)) is None:
+    by_codes = r.fake_rule is None or FAKE_RULES[r.fake_rule].by_codes
+    if not by_codes or (matrix_call := _matrix_call(call, 0, 0)) is None:
         return None
     encode, tensor_rule = matrix_call
+    if r.fake_rule is not None:
+        encode.min_factor, encode.max_factor = faked_factors(call.x.dtype)
     K = shape[-1]
     return encode, decode_call((call.x.size // K, K), call.x.dtype, faking(r), K, 0, 0), tensor_rule
 
@@ -240,7 +253,7 @@ def _moved_result(access: ArrayAccess, values: Any, axis: int) -> Any:
 
 
 def fake_quantize(call: Call, x: Any, given: Any) -> PreparedCall | None:
-    """Return the call that repeats a parsed call to fake_quantize by a recipe without a fake_rule, or None.
+    """Return the call that repeats a parsed call to fake_quantize by codes, or None.
 
     It takes (x, tensor_amax), where tensor_amax is None if the library computes it.
     """

@@ -23,6 +23,7 @@ from fp4kit.call.parse import Declined
 from fp4kit.cpu import library
 from fp4kit.cpu.library import ELEMENTS_PER_CALL, OwnFormat, address, functions, threads_for
 from fp4kit.formats import E2M1, E8M0, Codebook, ElementFormat, IntegerOrFloat, Packing, PairedMicroexponents, is_same
+from fp4kit.host import engine as host
 from fp4kit.quantized.container import Quantized
 from fp4kit.recipes import Recipe
 from fp4kit.recipes.rules import TOPS
@@ -98,6 +99,11 @@ def kept_factors(r: Recipe, dtype: np.dtype) -> tuple[float, float]:
     max_power = -min_exponent if is_power else f.emin - f.mantissa_bits - min_exponent - 1
     min_factor = 2.0 ** (f.emax - (info.maxexp - 1) + (not is_power))
     return min_factor if is_power else -min_factor, 2.0 ** min(max_power, 127)
+
+
+def faked_factors(dtype: np.dtype) -> tuple[float, float]:
+    """Return the limits of the factors under which a fake rule gives decoded codes (FakeRule.by_codes)."""
+    return (2.0**-15, 2.0**24) if dtype == np.float16 else (2.0**-127, 2.0**127)
 
 
 # A block has 16 columns or a multiple of SEGMENT: source/blocks.h.
@@ -404,6 +410,28 @@ def quantize_matrix(
             rows, blocks = tile[0], blocks_of(tile[1], r)
             part = amax[rows] if amax.ndim == 1 or amax.shape[1] == 1 else amax[rows, blocks]
         specification.quantize_matrix(elements, r, part, codes, block_scales, cut_options(options, *tile, r))
+
+
+def fake_matrix(
+    x: np.ndarray,
+    r: Recipe,
+    amaxes: tuple[np.ndarray | None, np.ndarray | None],
+    values: np.ndarray,
+    random: Any,
+) -> None:
+    """Fake-quantize a matrix by codes, as host.engine.fake_matrix does without; that one computes the other tiles."""
+    kernels = kernels_of(r)._replace(kept=tuple(map(faked_factors, INPUTS)))
+    tensor = tensor_scale(None, r, x.dtype).columns(r)
+    for rows in _row_slices(x.shape):
+        part, amax = x[rows], None if amaxes[1] is None else amaxes[1][rows]
+        widths = r.element.packing.length(x.shape[1]), x.shape[1] // r.block_size
+        packed, scales = (np.zeros((len(part), width), np.uint8) for width in widths)  # marked tiles may keep zeros
+        options = specification.EncodeOptions(amax)
+        left = [*_encode(part, r, kernels, packed, scales, options, tensor, None)]
+        dequantize_matrix(packed, scales, r, tensor, values[rows])
+        for tile in left:
+            found = None, cut_options(options, *tile, r).block_amax
+            host.fake_matrix(part[tile], r, found, values[rows][tile], None)
 
 
 @np.errstate(all="ignore")

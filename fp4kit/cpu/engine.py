@@ -70,7 +70,7 @@ MIN_COLUMNS = 16
 @lru_cache(256)
 def not_faked(r: Recipe) -> str | None:
     """Return the reason why the engine cannot fake-quantize by a recipe, or None if it can."""
-    if r.fake_rule is not None:
+    if r.fake_rule is not None and not rules.FAKE_RULES[r.fake_rule].by_codes:
         return "a fake_rule, which is a separate formula for the values"
     return codec.not_encoded(r)
 
@@ -80,6 +80,8 @@ FACTOR_SEARCH_BLOCKS = (16, 32)  # block sizes that source/search_factors.h supp
 
 def not_searched(r: Recipe) -> str | None:
     """Return the reason why the engine cannot run the search of a recipe during quantize."""
+    if r.search and rules.SEARCHES[r.search].block_rule:
+        return "a search for one constant for the whole array"
     is_refused = r.search in specification.FACTORS and r.block_size not in FACTOR_SEARCH_BLOCKS
     return f"a search over blocks of {r.block_size} columns (the engine supports 16 and 32)" if is_refused else None
 
@@ -271,6 +273,8 @@ def fake_quantize(call: Call) -> np.ndarray:
     if (reason := not_faked(call.recipe)) is not None:
         raise Declined(f"{call.recipe.id} has {reason}")
     _check(call)
+    if call.recipe.fake_rule is not None:
+        return reference.fake_quantize(call, codec.fake_matrix)
     call = call._replace(recipe=faking(call.recipe))
     if call.tensor_amax is None and call.recipe.tensor_scaling != "none":
         call = call._replace(tensor_amax=tensor_amax(call.moved, call.recipe, call.mask))

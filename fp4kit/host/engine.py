@@ -304,25 +304,7 @@ def _in_layout(q: Quantized, layout: ScaleLayout) -> Quantized:
     return replace(q, block_scale=scales, scale_layout=layout)
 
 
-def fake_quantize(call: Call) -> np.ndarray:
-    """Return the fake-quantized values of a call in a new array, in the shape and dtype of call.x."""
-    if call.recipe.fake_rule is None:
-        return dequantize(quantize(call._replace(recipe=faking(call.recipe))), call.x.dtype)
-    if call.recipe.search and call.x.size and call.block_amax is None:
-        call = searched(call, None)
-    moved = np.empty(call.moved.shape, call.x.dtype)
-    if moved.size:
-        amax, r = _tensor_amax(call, SPECIFICATION), call.recipe
-        x = stack(call.moved, r, is_per_expert(amax, r))
-        values, (B, M, _) = moved.reshape(x.shape), x.shape
-        block_amax = None if call.block_amax is None else call.block_amax.reshape(B, M, -1)
-        for i, matrix in enumerate(x):
-            amaxes = part_for_matrix(amax, r, i, (B, M)), None if block_amax is None else block_amax[i]
-            _fake_matrix(matrix, r, amaxes, values[i], _random_numbers(call.random, r, i, matrix.shape))
-    return np.moveaxis(moved, -1, call.axis)
-
-
-def _fake_matrix(
+def fake_matrix(
     x: np.ndarray,
     r: Recipe,
     amaxes: tuple[np.ndarray | None, np.ndarray | None],
@@ -343,6 +325,27 @@ def _fake_matrix(
             numbers = () if random is None else (random.tile(rows, columns),)
             y = show("decoded value", rule(tile, r, tensor_amax, tile_block_amax, x.dtype, *numbers))
             values[rows, columns] = show("result", y.astype(x.dtype))
+
+
+def fake_quantize(call: Call, fake_matrix: Callable[..., None] = fake_matrix) -> np.ndarray:
+    """Return the fake-quantized values of a call in a new array, in the shape and dtype of call.x.
+
+    fake_matrix: the function that computes a matrix by a fake_rule.
+    """
+    if call.recipe.fake_rule is None:
+        return dequantize(quantize(call._replace(recipe=faking(call.recipe))), call.x.dtype)
+    if call.recipe.search and call.x.size and call.block_amax is None:
+        call = searched(call, None)
+    moved = np.empty(call.moved.shape, call.x.dtype)
+    if moved.size:
+        amax, r = _tensor_amax(call, SPECIFICATION), call.recipe
+        x = stack(call.moved, r, is_per_expert(amax, r))
+        values, (B, M, _) = moved.reshape(x.shape), x.shape
+        block_amax = None if call.block_amax is None else call.block_amax.reshape(B, M, -1)
+        for i, matrix in enumerate(x):
+            amaxes = part_for_matrix(amax, r, i, (B, M)), None if block_amax is None else block_amax[i]
+            fake_matrix(matrix, r, amaxes, values[i], _random_numbers(call.random, r, i, matrix.shape))
+    return np.moveaxis(moved, -1, call.axis)
 
 
 def clip_amax(call: Call) -> np.ndarray:

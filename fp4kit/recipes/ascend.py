@@ -1,6 +1,6 @@
 """Define the recipes of producers for Ascend NPUs: HiFloat4 and AMCT (HiF4), and msmodelslim (dual-level MXFP4).
 
-Only the specification computes them: Recipe.specification_only.
+Only the specification computes those with Recipe.specification_only.
 """
 
 from __future__ import annotations
@@ -63,17 +63,19 @@ def msmodelslim() -> Made:
     """Yield the recipes of msmodelslim's weights: MXFP4, MXFP8 and dual-level MXFP4."""
     source = "msmodelslim 26.1.0 AutoWeightQuantizer"
     usual = "block_rule=e8m0_msmodelslim"
+    codes = " rounding=rnas amax_nan=propagate"
+    of_fp4, of_fp8 = f"{codes} sign=unscaled nan_code=8", f"{codes} sign=negative nan_code=0xFF"
     for id, text, fmt, exact in (
-        ("mxfp4-msmodelslim", "", MXFP4, "method minmax"),
-        ("mxfp4-msmodelslim-ceil-x", "_ceil_x", MXFP4, "method ceil_x with the constant 7.25"),
+        ("mxfp4-msmodelslim", of_fp4, MXFP4, "method minmax"),
+        ("mxfp4-msmodelslim-ceil-x", f"_ceil_x{of_fp4}", MXFP4, "method ceil_x with the constant 7.25"),
         (
             "mxfp4-msmodelslim-ceil-x-search",
-            "_ceil_x search=msmodelslim_ceil_x",
+            f"_ceil_x{of_fp4} search=msmodelslim_ceil_x",
             MXFP4,
             "method ceil_x, whose search tries 6, 6.25 to 12 for the whole array",
         ),
         ("mxfp4-msmodelslim-4over6", "_4over6", MXFP4, "method 4over6"),
-        ("mxfp8-msmodelslim", "_fp8", MXFP8_E4M3, "method minmax"),
+        ("mxfp8-msmodelslim", f"_fp8{of_fp8}", MXFP8_E4M3, "method minmax"),
         ("mxfp8-msmodelslim-mse", "_fp8_mse", MXFP8_E4M3, "method mse_round"),
     ):
         exact = f"codes, scale bytes and values of {exact}. An exponent that is NaN has byte 0, as in its files"

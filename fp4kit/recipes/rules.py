@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-ROUNDINGS = ("rn", "rz", "rna", "rnz", "rns", "rnw", "rnh", "first")
-SIGNS = ("signbit", "negative", "not_positive", "unsigned_zero")
+ROUNDINGS = ("rn", "rz", "rna", "rnz", "rns", "rnw", "rnh", "first", "rnas")
+SIGNS = ("signbit", "negative", "not_positive", "unsigned_zero", "unscaled")
 AMAX_NANS = ("ignore", "propagate", "lanes")
 APPLIES = ("multiply", "divide", "compare")
 TENSOR_SCALINGS = ("none", "tensor", "row", "block")
@@ -171,10 +171,10 @@ BLOCK_RULES: dict[str, BlockRuleTraits] = {
     # Rules of HiFloat4, AMCT and msmodelslim
     "hif4": BlockRuleTraits("E6M2", one_level=True, whole=True),
     "hif4_amct": BlockRuleTraits("E6M2", one_level=True, whole=True),
-    "e8m0_msmodelslim": BlockRuleTraits("E8M0", whole=True),
-    "e8m0_msmodelslim_ceil_x": BlockRuleTraits("E8M0", one_level=True, whole=True),
+    "e8m0_msmodelslim": BlockRuleTraits("E8M0"),
+    "e8m0_msmodelslim_ceil_x": BlockRuleTraits("E8M0", one_level=True),
     "e8m0_msmodelslim_4over6": BlockRuleTraits("E8M0", six=True, one_level=True, whole=True),
-    "e8m0_msmodelslim_fp8": BlockRuleTraits("E8M0", one_level=True, whole=True),
+    "e8m0_msmodelslim_fp8": BlockRuleTraits("E8M0", reads_amax=True, one_level=True),
     "e8m0_msmodelslim_fp8_mse": BlockRuleTraits("E8M0", one_level=True, whole=True),
     # Rules for user-defined formats: the scale is rounded to nearest, up or down
     "amax": BlockRuleTraits(ANY_FORMAT),
@@ -362,6 +362,9 @@ class FakeRule(NamedTuple):
         unit: the number of elements that share a correction of their block scales; 1 if there is no such correction. It
             must divide the length of the quantized axis. A rule with a unit above 1 needs Recipe.fake_only.
         stochastic: the value of Recipe.stochastic for a rule that can round stochastically; "" if it cannot.
+        by_codes: True if finite elements get the values to which their codes decode, where the factors of their blocks
+            are normal numbers in the dtype of x. The CPU engine computes such blocks by codes. The rule is in
+            reference/ascend.py, and rounds elements as Recipe.rounding says.
         whole: True if only the specification has the rule (reference/ascend.py).
     """
 
@@ -371,6 +374,7 @@ class FakeRule(NamedTuple):
     one_level: bool = False
     unit: int = 1
     stochastic: str = ""
+    by_codes: bool = False
     whole: bool = False
 
 
@@ -396,5 +400,5 @@ FAKE_RULES: dict[str, FakeRule] = {
     "nvfp4_hifloat4_native": FakeRule("E4M3", six=True, one_level=True, whole=True),
     "mx_hifloat4": FakeRule("E8M0", whole=True),
     "mx_hifloat4_native": FakeRule("E8M0", whole=True),
-    "mx_msmodelslim": FakeRule("E8M0", whole=True),
+    "mx_msmodelslim": FakeRule("E8M0", by_codes=True),
 }

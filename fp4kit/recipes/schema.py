@@ -219,7 +219,7 @@ class Recipe:
     fake_rule: str | None = None
     apply: Literal["multiply", "divide", "compare"] = "multiply"
     rounding: str = "rn"
-    sign: Literal["signbit", "negative", "not_positive", "unsigned_zero"] = "signbit"
+    sign: Literal["signbit", "negative", "not_positive", "unsigned_zero", "unscaled"] = "signbit"
     nan_code: int | None = None
     nan_sign: bool = False
     nan_is_max: bool = False
@@ -309,7 +309,7 @@ class Recipe:
     @property
     def specification_only(self) -> bool:
         """True if only the specification computes the recipe, on arrays in host memory."""
-        if self.levels:
+        if self.levels or (self.search and rules.SEARCHES[self.search].block_rule):
             return True
         fake = self.fake_rule is not None and rules.FAKE_RULES[self.fake_rule].whole
         return fake or (self.block_rule is not None and rules.BLOCK_RULES[self.block_rule].whole)

@@ -193,9 +193,13 @@ def _log2_amax(amax: Array, divisor: float, dtype: Dtype) -> Array:
     return r_(_log2(r_(r_(amax / np.float32(divisor)) + r_(TINY))))
 
 
+def minmax_exponent(amax: Array, dtype: Dtype) -> Array:
+    """Return the exponent of the power of two at or below amax / 3.5: floor(log2(amax / 0.875 + 9.6e-7)) - 2."""
+    return np.clip(np.floor(_log2_amax(amax, 0.875, dtype)) - np.float32(2), -129, 125)
+
+
 def _msmodelslim(blocks: Array, amax: Array, r: Recipe, dtype: Dtype) -> Scaled:
-    """Scale by the power of two at or below amax / 3.5, computed as floor(log2(amax / 0.875 + 9.6e-7)) - 2."""
-    return under_power(blocks, np.clip(np.floor(_log2_amax(amax, 0.875, dtype)) - np.float32(2), -129, 125), r, dtype)
+    return under_power(blocks, minmax_exponent(amax, dtype), r, dtype)
 
 
 def msmodelslim_ceil_x(blocks: Array, amax: Array, r: Recipe, dtype: Dtype, constant: float = CEIL_X) -> Scaled:
@@ -245,12 +249,18 @@ def _smaller(usual: Scaled, other: Scaled, is_better: Array) -> Scaled:
     return Scaled(np.where(is_better, other.exponent, usual.exponent), values)
 
 
-def _fp8(blocks: Array, amax: Array, r: Recipe, dtype: Dtype, rounding: Rounding = np.floor) -> Scaled:
-    """Round log2 of the amax by `rounding`; elements are rounded to E4M3 in float32, ties away from zero."""
-    r_, e = _rounds_to(dtype), r.element
+def fp8_exponent(amax: Array, e: ElementFormat, dtype: Dtype, rounding: Rounding = np.floor) -> Array:
+    """Return log2 of the amax rounded by `rounding`, minus the exponent of the largest element: NaN above 127."""
+    r_ = _rounds_to(dtype)
     log = r_(_log2(r_(np.where(amax == 0, r_(np.float32(2.0**-126)), amax))))
     exponent = rounding(log) - np.float32(e.emax)
-    exponent = np.where(exponent > 127, np.float32(np.nan), np.maximum(exponent, -127))
+    return np.where(exponent > 127, np.float32(np.nan), np.maximum(exponent, -127))
+
+
+def _fp8(blocks: Array, amax: Array, r: Recipe, dtype: Dtype, rounding: Rounding = np.floor) -> Scaled:
+    """Scale by fp8_exponent; elements are rounded to E4M3 in float32, ties away from zero."""
+    r_, e = _rounds_to(dtype), r.element
+    exponent = fp8_exponent(amax, e, dtype, rounding)
     power = show("factor to divide by", r_(_exp2(exponent)))[..., None]
     y = show("element / factor", np.where(blocks == 0, ZERO, blocks / power))
     a = np.abs(y)
@@ -294,6 +304,20 @@ def mx_msmodelslim(x: Array, r: Recipe, tensor_amax: Array | None, amax: Array |
     return scaled_msmodelslim(x.reshape(len(x), -1, r.block_size), ONE, r, dtype, amax).decoded(dtype).reshape(x.shape)
 
 
+def scale_bytes(exponent: Array) -> Array:
+    """Return the bytes of exponents as msmodelslim stores them: exponent + 127, or 0 if it is NaN or infinite."""
+    return np.where(np.isfinite(exponent), exponent + 127, 0).astype(np.int64).astype(np.uint8)
+
+
+def inverse_power(exponent: Array, dtype: Dtype) -> Array:
+    """Return 1 / 2^exponent, where the power is rounded to dtype; 2^127 if that is 0, as every element then saturates.
+
+    NaN gives NaN. It is 0 for a power that is infinite in dtype.
+    """
+    power = round_to(_exp2(exponent), dtype)
+    return np.where(power == 0, np.float32(2.0**127), ONE / power)
+
+
 def quantize_whole(
     blocks: Array, outer: Array, r: Recipe, dtype: Dtype, amax: Array | None = None
 ) -> tuple[Array, Array]:
@@ -305,8 +329,7 @@ def quantize_whole(
     if r.scale == E6M2:
         return quantize_hif4(blocks, r, amax)
     found, e = scaled_msmodelslim(blocks, outer, r, dtype, amax), r.element
-    bytes_ = np.where(np.isfinite(found.exponent), found.exponent + 127, 0).astype(np.int64).astype(np.uint8)
-    scales = show("block scale", bytes_, E8M0)
+    scales = show("block scale", scale_bytes(found.exponent), E8M0)
     size = np.where(np.isnan(found.values), ZERO, np.minimum(np.abs(found.values), np.float32(e.max)))
     codes = np.searchsorted(e.magnitudes, size).astype(np.uint8)
     if e.specials != "none":

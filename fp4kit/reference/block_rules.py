@@ -15,6 +15,7 @@ import numpy as np
 from fp4kit.arithmetic import exponent_field
 from fp4kit.formats import E2M1, E4M3, E8M0, FLT_MAX, FLT_MIN, ElementFormat
 from fp4kit.recipes import Recipe, rules
+from fp4kit.reference import ascend
 from fp4kit.reference.arith import (
     INV6,
     ONE,
@@ -1828,6 +1829,64 @@ def factor_amax(codes: Array, amax: Array, tensor: TensorScale, recipe: Recipe, 
 
 
 factor_amax_up = factor_amax_down = factor_amax
+
+
+# ---- E8M0 scales of msmodelslim, whose exponents are those of reference/ascend.py ----
+
+
+def code_e8m0_msmodelslim(amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
+    """Return the E8M0 code of the power of two at or below amax / 3.5, as msmodelslim's method minmax computes it.
+
+        exponent = floor(log2(amax / 0.875 + 9.6e-7)) - 2, at most 125
+
+    Every operation is rounded to dtype, log2 to float32 first. If amax / 0.875 is infinite, the exponent is 125. NaN
+    gives code 0. tensor is not used. Source: msmodelslim AutoWeightQuantizer.
+    """
+    return ascend.scale_bytes(ascend.minmax_exponent(amax, dtype))
+
+
+def factor_e8m0_msmodelslim(codes: Array, amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
+    """Return the factor that multiplies the elements of each block: 1 / T(2^(code - 127)), where T rounds to dtype.
+
+    It is 0 if the power is infinite in float16, and NaN for code 0. amax and tensor are not used.
+    """
+    exponent = codes.astype(np.float32) - np.float32(127)
+    return ascend.inverse_power(np.where(codes == 0, np.float32(np.nan), exponent), dtype)
+
+
+def code_e8m0_msmodelslim_ceil_x(amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
+    """Return the E8M0 code of the power of two at or above amax / 7.25, as msmodelslim's method ceil_x computes it.
+
+        exponent = ceil(log2(amax / 7.25 + 9.6e-7)), at most 125
+
+    Every operation is rounded to dtype, log2 to float32 first. NaN gives code 0. tensor is not used. Source:
+    msmodelslim AutoWeightQuantizer.
+    """
+    return ascend.scale_bytes(ascend.ceil_x_exponent(amax, ascend.CEIL_X, dtype))
+
+
+factor_e8m0_msmodelslim_ceil_x = factor_e8m0_msmodelslim
+
+
+def code_e8m0_msmodelslim_fp8(amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
+    """Return the E8M0 code of 2^(floor(log2(amax)) - emax), as msmodelslim computes it for MXFP8.
+
+    emax is the exponent of the largest element value. log2 is rounded to float32 and then to dtype. Exponents below
+    -127 and blocks of zeros give code 0, and so do infinity and NaN. tensor is not used. Source: msmodelslim
+    AutoWeightQuantizer.
+    """
+    return ascend.scale_bytes(ascend.fp8_exponent(amax, recipe.element, dtype))
+
+
+def factor_e8m0_msmodelslim_fp8(codes: Array, amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
+    """Return the factor that multiplies the elements of each block: 1 / T(2^(code - 127)), where T rounds to dtype.
+
+    If the power is 0 in float16, the factor is 2^127, under which every element saturates, as it does when it is
+    divided by 0. Blocks of zeros have the factor 1. An amax that is infinite or NaN gives NaN. tensor is not used.
+    """
+    factor = ascend.inverse_power(codes.astype(np.float32) - np.float32(127), dtype)
+    factor = np.where(np.isfinite(round_to(amax, dtype)), factor, np.float32(np.nan))
+    return np.where(amax == 0, ONE, factor)
 
 
 _FACTORS = {"E4M3": _product, "E8M0": _inverse}  # default factors, by scale format

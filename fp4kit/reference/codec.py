@@ -71,16 +71,18 @@ def untraced() -> Iterator[None]:
         _steps.reset(token)
 
 
-Sign = Literal["signbit", "negative", "not_positive", "unsigned_zero"]
+Sign = Literal["signbit", "negative", "not_positive", "unsigned_zero", "unscaled"]
 
 # Each function returns a mask of the elements that get the sign bit, given x and the codes of its magnitudes:
 # signbit: elements with a set sign bit, so that -0 keeps its sign.  negative: elements below zero.
 # not_positive: elements that are 0, below 0 or NaN.  unsigned_zero: as signbit, without elements whose code is 0.
+# unscaled: elements that were below zero before they were scaled. encode_elements has replaced -0 by 0 there.
 SIGNS: dict[str, Callable[[Array, Array], Array]] = {
     "signbit": lambda x, codes: np.signbit(x),
     "negative": lambda x, codes: x < 0,
     "not_positive": lambda x, codes: ~(x > 0),
     "unsigned_zero": lambda x, codes: np.signbit(x) & (codes != 0),
+    "unscaled": lambda x, codes: np.signbit(x),
 }
 
 
@@ -163,7 +165,7 @@ def encode(
     - "rz": toward zero
     - "rna": nearest, ties away from zero
     - "rnz": nearest, ties toward zero
-    - "rns": nearest even, computed through the rounded sum a + 0.5
+    - "rns", "rnas": nearest, ties to even or away from zero, computed through the rounded sum a + 0.5
     - "rnw": nearest value of E2M1 as if it had no largest value (nearest_unbounded), for E2M1 only. The code of a
       rounded magnitude of 8 or more wraps to four bits, and the sign sets bit 3. So 8 and -8 both have code 8.
     - "rnh": rounded to float16 and then to nearest even, for 8-bit formats with a NaN. Magnitudes that round beyond the
@@ -177,8 +179,8 @@ def encode(
             step are ignored.
         rounding: a name from the list above; for E8M0 and E6M2 "rp", "rz" or "rn".
         sign: which elements get the sign bit: "signbit" (-0 has the code of -0), "negative" (only x < 0),
-            "not_positive" (x <= 0, also +0) or "unsigned_zero" (x < 0, except if it rounds to zero). It applies to
-            float formats only.
+            "not_positive" (x <= 0, also +0), "unsigned_zero" (x < 0, except if it rounds to zero) or "unscaled" (as
+            "signbit", for x in which no -0 comes from an element -0). It applies to float formats only.
         nan_code: the code of NaN; by default fmt.nan_code.
         step: the factor of a block, used only by "first".
 

@@ -364,5 +364,5 @@ def _rounded(scales: Array, random: Array | None) -> Array:
 
 
 FAKE_RULES: dict[str, Callable[..., Array]] = {
-    name: getattr(ascend, name) if rule.whole else globals()[name] for name, rule in rules.FAKE_RULES.items()
+    name: getattr(ascend, name, None) or globals()[name] for name in rules.FAKE_RULES
 }

@@ -138,7 +138,7 @@ def quantize_tile(
     if recipe.block_rule is None:
         return encode_tile(x, recipe, tensor, dtype, None, random), None
     blocks = x.reshape(m, -1, recipe.block_size)
-    if rules.BLOCK_RULES[recipe.block_rule].whole:
+    if rules.BLOCK_RULES[recipe.block_rule].whole or recipe.tensor_rule == "msmodelslim":
         codes, scales = quantize_whole(blocks, np.broadcast_to(tensor.decode, blocks.shape[:2]), recipe, dtype, amax)
         return codes.reshape(m, k), scales
     amax = show("block amax", block_amax(x, recipe) if amax is None else amax)
@@ -232,6 +232,8 @@ def encode_elements(
     if recipe.apply == "compare" and random is None:
         codes = encode(blocks, recipe.element, recipe.rounding, recipe.sign, recipe.nan_code, factor)
         return show("code", codes, recipe.element)
+    if recipe.sign == "unscaled" and random is None:
+        blocks = blocks + np.float32(0)  # -0 becomes 0
     if encodes_first(recipe):
         encode_scale = tensor.encode[..., None]
         blocks = multiply_ftz(blocks, encode_scale) if recipe.flush else blocks * encode_scale

@@ -321,7 +321,7 @@ WRONG = [
     ),
     ((["quantize"], "nvfp4-te"), {}, ValueError, "source: operation is ['quantize']"),
     (("quantize", "nvfp5"), {}, ValueError, "source: no recipe is called 'nvfp5'"),
-    (("swizzle", "mxfp4-msmodelslim"), {"scale_layout": "swizzled_8x4"}, NotImplementedError, "mxfp4-msmodelslim"),
+    (("swizzle", "mxfp4-msmodelslim-dual"), {"scale_layout": "swizzled_8x4"}, NotImplementedError, "mxfp4-msmodelslim"),
     (
         ("quantize", "hif4-amct"),
         {},
@@ -370,8 +370,8 @@ def test_wrong_arguments(arguments, options, error, message):
 def test_kernels_of_a_recipe_that_has_none():
     with pytest.raises(ValueError, match="axis 1 has length 100; nvfp4-te needs a multiple of 16"):
         fp4kit.cuda.kernels("nvfp4-te", shape=(4, 100))
-    with pytest.raises(NotImplementedError, match="mxfp4-msmodelslim"):
-        fp4kit.cuda.kernels("mxfp4-msmodelslim")
+    with pytest.raises(NotImplementedError, match="mxfp4-msmodelslim-dual"):
+        fp4kit.cuda.kernels("mxfp4-msmodelslim-dual")
 
 
 @pytest.mark.parametrize(

@@ -50,8 +50,8 @@ def oracle_magnitude(a, magnitudes, rounding):
     if rounding == "rz":
         return low
     middle = (magnitudes[low] + magnitudes[high]) / 2
-    tie = {"rn": low % 2 == 1, "rna": True, "rnz": False, "rns": low % 2 == 1}[rounding]
-    below_half = (rounding == "rns") & (a == np.nextafter(np.float32(magnitudes[1] / 2), np.float32(0)))
+    tie = {"rn": low % 2 == 1, "rna": True, "rnz": False, "rns": low % 2 == 1, "rnas": True}[rounding]
+    below_half = (rounding in ("rns", "rnas")) & (a == np.nextafter(np.float32(magnitudes[1] / 2), np.float32(0)))
     return np.where((a > middle) | (a == middle) & tie | below_half, high, low)
 
 
@@ -193,6 +193,7 @@ def test_nan_codes_by_hand():
         ("negative", [False, False, True, True, False, True]),
         ("not_positive", [True, True, True, True, False, True]),
         ("unsigned_zero", [False, False, False, True, False, True]),
+        ("unscaled", [False, True, True, True, False, True]),
     ],
 )
 def test_signs(fmt, sign, negative):

@@ -150,6 +150,7 @@ static __forceinline__ u32 nearest_code_of(u32 bits, Divisor factor, float tenso
             signed_code = bits_from<7u, 8u>(code, bits >> (8 * sizeof(Bits) - 4));
   if constexpr (E::kSign == Sign::negative && !loads_without_negative_zero<E, kMethod>())
     return a > 0.0f ? signed_code : code & 7u;
+  if constexpr (E::kSign == Sign::unscaled) return bits & Input<In>::kMagnitude ? signed_code : code & 7u;
   if constexpr (E::kSign == Sign::unsigned_zero) return code & 7u ? signed_code : 0u;
   return signed_code;
 }
@@ -172,15 +173,17 @@ static __forceinline__ u32 code_of(u32 bits, Divisor factor, float tensor_encode
   if constexpr (!kStochastic)
     if constexpr (kNearestE2m1<E> && (kMethod != Method::general || !kWraps<E>))
       return nearest_code_of<E, In, kMethod>(bits, factor, tensor_encode);
-  const float x = Input<In>::value(static_cast<typename Input<In>::Bits>(bits));
+  float x = Input<In>::value(static_cast<typename Input<In>::Bits>(bits));
   if constexpr (E::kCompare) return encode<Format, E::kRounding, E::kSign, 0u>(x, factor.value);
+  if constexpr (!kStochastic)
+    if constexpr (E::kSign == Sign::unscaled) x = x + 0.0f;  // -0 -> 0
   const float y = scaled<E, In, Method::general>(x, factor, tensor_encode);
   if constexpr (kStochastic)
     return stochastic_code<E>(y, random);
   else if constexpr (Format::kIsInteger)
     return encode<Format, Rounding::rn, Sign::signbit, 0u, E::kNarrow>(y);
   else if constexpr (E::kRounding == Rounding::rn) {
-    const u32 code = encode_finite_rn<Format>(with_code_sign<E::kSign>(y));
+    const u32 code = encode_finite_rn<Format>(E::kSign == Sign::unscaled ? y : with_code_sign<E::kSign>(y));
     return E::kSign == Sign::unsigned_zero && code == Format::kSignBit ? 0u : code;
   } else
     return encode<Format, E::kRounding, E::kSign, 0u>(y);

@@ -9,6 +9,7 @@
 #include "block_rules_gguf_mlx.cuh"
 #include "block_rules_e8m0_serving.cuh"
 #include "block_rules_e4m3_serving.cuh"
+#include "block_rules_msmodelslim.cuh"
 #include "block_rules_torchao.cuh"
 #include "decode_rules.cuh"
 #include "random.cuh"
@@ -97,6 +98,7 @@ struct Factor {
 template <class R, class In>
 FP4KIT_DEVICE float scaled_element(float x, Factor f) {
   const float factor = f.value;
+  if constexpr (R::kSign == Sign::unscaled && !R::kStochastic) x = x + 0.0f;  // -0 -> 0
   if constexpr (R::kEncodeFirst) x = R::kFlush ? mul_ftz(x, f.reciprocal) : x * f.reciprocal;
   float y;
   if constexpr (R::kFlush) {

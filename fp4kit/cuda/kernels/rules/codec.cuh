@@ -22,19 +22,21 @@
 //   rnz, rna   to nearest with ties toward zero; to nearest with ties away from zero
 //   rns        as rn, except that the float just below half of the smallest value becomes that value (some producers
 //              add half a step in float32, which rounds this sum up)
+//   rnas       as rns, but with ties away from zero: floor(v + 0.5) with a rounded sum
 //   rnw        for E2M1 only: as rn, but without a largest value; a code beyond 7 keeps only its last four bits; NaN
 //              and infinity have the code kNan
 //   rnh        to float16, then as rn, without saturation: for 8-bit formats with a NaN, where the code after the
 //   largest
 //              is infinity or NaN
 //   first      to the code with the smallest error, or the lowest one if several have it (function first_of_least)
-enum class Rounding { rn, rz, rnz, rna, rns, rnw, rnh, first };
+enum class Rounding { rn, rz, rnz, rna, rns, rnw, rnh, first, rnas };
 // Which codes get a sign bit:
 //   signbit        codes of elements whose sign bit is set
 //   negative       codes of elements below 0
 //   not_positive   codes of elements that are not above 0
 //   unsigned_zero  codes of elements whose sign bit is set, except the code of zero
-enum class Sign { signbit, negative, not_positive, unsigned_zero };
+//   unscaled       codes of elements that were below 0 before they were scaled, even if scaling has made them -0
+enum class Sign { signbit, negative, not_positive, unsigned_zero, unscaled };
 
 // Return the largest finite value of the format F, as float32.
 template <class F>
@@ -84,6 +86,7 @@ FP4KIT_DEVICE u32 encode_magnitude(float a) {
   }
   if constexpr (kRounding == Rounding::rz) return base + (bits_of(add_rz(a, magic)) - bits_of(magic));
   const float scaled = a * float_of((static_cast<u32>(F::kMantissaBits + 254) << 23) - e);  // exact
+  if constexpr (kRounding == Rounding::rnas) return base + static_cast<u32>(static_cast<i32>(scaled + 0.5f));
   if constexpr (kRounding == Rounding::rna)
     return base + static_cast<u32>(floorf(scaled)) + (scaled - floorf(scaled) >= 0.5f);
   return base + static_cast<u32>(ceilf(scaled - 0.5f));  // rnz: ties toward zero
@@ -114,22 +117,23 @@ FP4KIT_DEVICE u32 first_of_least(float a, float step) {
   return best;
 }
 
-// Return true if the code of x gets a sign bit, as kSign says. x must not be NaN. `code` is the code of |x|.
+// Return true if the code of x gets a sign bit, as kSign says. x must not be NaN. `code` is the code of |x|. For
+// `unscaled`, the caller has added 0 to the element before it was scaled.
 template <Sign kSign>
 FP4KIT_DEVICE bool has_sign(float x, u32 code) {
-  if constexpr (kSign == Sign::signbit) return sign_of(x) != 0;
+  if constexpr (kSign == Sign::signbit || kSign == Sign::unscaled) return sign_of(x) != 0;
   if constexpr (kSign == Sign::unsigned_zero) return sign_of(x) != 0 && code != 0u;
   if constexpr (kSign == Sign::negative) return x < 0.0f;
   return !(x > 0.0f);
 }
 
 // Return y with the sign bit that the code of y gets under kSign. Only zeros change: `negative` turns -0 into 0, and
-// `not_positive` turns 0 into -0. For `unsigned_zero`, y is returned unchanged. If its code is 0, the caller must clear
-// the sign bit of the code.
+// `not_positive` turns 0 into -0. `unscaled` counts as `negative`: the caller knows that scaling made no -0. For
+// `unsigned_zero`, y is returned unchanged. If its code is 0, the caller must clear the sign bit of the code.
 template <Sign kSign>
 FP4KIT_DEVICE float with_code_sign(float y) {
-  if constexpr (kSign == Sign::negative) return y + 0.0f;         // -0 -> 0
-  if constexpr (kSign == Sign::not_positive) return -(0.0f - y);  // 0 -> -0
+  if constexpr (kSign == Sign::negative || kSign == Sign::unscaled) return y + 0.0f;  // -0 -> 0
+  if constexpr (kSign == Sign::not_positive) return -(0.0f - y);                      // 0 -> -0
   return y;
 }
 

@@ -4,37 +4,7 @@
 #pragma once
 
 #include "fake_arith.cuh"
-
-// BelowPower<In> says for which values of In, just below a power of two, microxcaling's floor(log2(x)) is one too
-// large. The reason is that log2 is rounded to In. Only log2_floor uses this struct.
-//
-// Let u be the exponent of the power of two, or its complement if the exponent is negative, and 2^j <= u < 2^(j + 1).
-// Then these are the last floor(ln 2 * 2^j) values below the power, or fewer if In has few bits. Byte j of kCounts is
-// their number. kShift is the shift that turns steps of In into steps of float32.
-//
-// This was checked against the log2 of the reference, for every value of float16 and bfloat16, and for 300 float32
-// values on each side of every power of two.
-template <class In>
-struct BelowPower {
-  static constexpr u64 kCounts = 0x582C160B05020100u;
-  static constexpr int kShift = sizeof(typename In::Bits) == 4 ? 0 : 13;
-};
-template <>
-struct BelowPower<Bfloat16> {
-  static constexpr u64 kCounts = 0x4A28150A05020100u;
-  static constexpr int kShift = 16;
-};
-
-// Return floor(log2(x)) for x = float_of(bits) * 2^-down, as microxcaling computes it in the type In. Just below a
-// power of two, its result is one too large, because log2 is rounded (see BelowPower). float_of(bits) must be a
-// positive normal number.
-template <class In>
-FP4KIT_DEVICE i32 log2_floor(u32 bits, i32 down = 0) {
-  const i32 exponent = static_cast<i32>(bits >> 23) - 127 - down;
-  const u32 u = static_cast<u32>(exponent < 0 ? ~exponent : exponent) | 1u;
-  const u32 count = static_cast<u32>(BelowPower<In>::kCounts >> (8 * (31 - __clz(u)))) & 0xFFu;
-  return static_cast<i32>((bits + (count << BelowPower<In>::kShift)) >> 23) - 127 - down;
-}
+#include "rounded_log2.cuh"
 
 // How a magnitude halfway between two integers is rounded: up (away from zero), or to even. With `none`, every
 // magnitude is rounded down, halfway or not.

@@ -24,7 +24,8 @@ struct FastPath {
   // flushed, or rounded to 8 or 11 bits again.
   static constexpr bool kExactProducts = kIs16Bit && kPowerOfTwo && !R::kDivide && !R::kRoundScaled && !R::kFlush;
   static constexpr bool kShrinksTies = R::kRounding == Rounding::rnz && kExactProducts && !R::kStochastic;
-  static constexpr bool kGrowsTies = R::kRounding == Rounding::rna && kExactProducts && !R::kStochastic;
+  static constexpr bool kGrowsTies =
+      (R::kRounding == Rounding::rna || R::kRounding == Rounding::rnas) && kExactProducts && !R::kStochastic;
   static constexpr float kNudge = kShrinksTies ? 1.0f - 0x1p-20f : kGrowsTies ? 1.0f + 0x1p-20f : 1.0f;
   static constexpr bool kClamp = kPowerOfTwo;  // other recipes test the largest product first, which is below 7
   static constexpr bool kTiesToEven = R::kRounding == Rounding::rn ||
@@ -36,7 +37,9 @@ struct FastPath {
                                                        : kTiesToEven || kShrinksTies || kGrowsTies;
   // True if the sign of a zero product is known. It is not known if rounding to float16 can make -0, or if a 16-bit
   // subnormal can be flushed to -0: such a -0 looks like an element -0.
-  static constexpr bool kZeroSignKnown = (!R::kRoundScaled || In::kIsBfloat16) && !(kIs16Bit && R::kFlush);
+  // With Sign::unscaled, it is not known of float32 elements, whose products can underflow to -0.
+  static constexpr bool kZeroSignKnown =
+      (!R::kRoundScaled || In::kIsBfloat16) && !(kIs16Bit && R::kFlush) && (kIs16Bit || R::kSign != Sign::unscaled);
   static constexpr bool kKeepsInputSign =
       R::kSign == Sign::signbit ||
       R::kSign == Sign::unsigned_zero;  // codes have the elements' own signs, except codes of zero
@@ -119,11 +122,11 @@ FP4KIT_DEVICE float with_code_sign_of(float y, float x) {
 }
 
 // Return a pair in which each element has the sign bit that its code gets. Factors are positive here, so a code has the
-// sign of its element. Only zeros change: -0 becomes 0 if R::kSign is `negative`, and 0 becomes -0 if it is
-// `not_positive`.
+// sign of its element. Only zeros change: -0 becomes 0 if R::kSign is `negative` or `unscaled`, and 0 becomes -0 if it
+// is `not_positive`.
 template <class R, class In>
 FP4KIT_DEVICE u32 pair_with_code_signs(u32 pair) {
-  if constexpr (R::kSign == Sign::negative) return In::add_zero(pair);
+  if constexpr (R::kSign == Sign::negative || R::kSign == Sign::unscaled) return In::add_zero(pair);
   if constexpr (R::kSign == Sign::not_positive) return In::add_zero(pair ^ 0x80008000u) ^ 0x80008000u;
   return pair;
 }
