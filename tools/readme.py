@@ -67,10 +67,9 @@ def evidence() -> str:
     known = Counter(next(iter(recipe(id).evidence), "derived") for id in ALL_RECIPES)
     text = (
         f"Of {len(ALL_RECIPES)} recipes, {len(ALL_RECIPES) - known['derived']} are compared with recorded outputs of "
-        f"the producer: {known['GPU']} with those of an H100 or H200, {known['CPU']} with those of its code on a CPU, "
-        f"{known['emulated']} with those of its kernels executed on a CPU, {known['reference']} with those of its "
-        f"reference implementation. None come from a Blackwell GPU. {known['derived']} recipe is derived from source "
-        "code alone. `print(recipe)` says which holds."
+        f"the producer: {known['GPU']} of an H100 or H200, {known['CPU']} of its code on a CPU, {known['emulated']} "
+        f"of its kernels executed on a CPU, and {known['reference']} of its reference implementation. None come from a "
+        f"Blackwell GPU. {known['derived']} recipe is derived from source code alone. `print(recipe)` says which holds."
     )
     return textwrap.fill(text, 110, break_on_hyphens=False) + "\n"
 

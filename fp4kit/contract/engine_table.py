@@ -390,7 +390,7 @@ mxfp8-w8a8-even | | mxfp8-torchao-even-018 | | same
                 "cpu",
                 "mlx-cpu",
                 "live live",
-                "an x86-64 CPU",
+                "an x86-64 CPU; decoded weights and products are equal, not logits: its norms add in another order",
                 """
 nvfp4-w4a16 | mlx-nvfp4 | nvfp4-mlx-cpu | |
 mxfp4-w4a16 | mlx-mxfp4 | mxfp4-mlx-cpu | |

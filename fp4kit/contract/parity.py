@@ -168,7 +168,7 @@ def parity(
         served = serving_of(OP, engine, scheme).contract
         rollout = served if rollout is None else (served, rollout)
     if rollout is None:
-        raise TypeError(f"{OP}: rollout is None; needs a side, or an engine and a scheme")
+        raise TypeError(f"{OP}: rollout is missing; needs a contract, a model or tensors, or an engine and a scheme")
     sides = side_rows.side_of("train", train), side_rows.side_of("rollout", rollout)
     source = side_rows.source_of("weights", weights)
     check = _Check(sides, source, side_rows.source_of("inputs", inputs), elements)

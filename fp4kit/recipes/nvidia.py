@@ -18,7 +18,8 @@ def te() -> Made:
         "nvfp4-te",
         "tensor_rule=te block_rule=te decode_rule=te",
         source="TE d0067d0 common/transpose/quantize_transpose_vector_blockwise_fp4.cu",
-        exact="TE's CUDA kernels. Same bytes as nvfp4-te-reference except for -0 and NaN",
+        exact="the reference function of TE's C++ tests; for infinities, NaN and scales that underflow, TE's CUDA "
+        "kernels by their source. Same bytes as nvfp4-te-reference except for -0 and NaN",
     )
     yield te
     yield variant(
@@ -69,7 +70,7 @@ def te() -> Made:
             fmt,
             f"mxfp8-te{suffix}",
             "block_rule=e8m0_te",
-            exact="TE's CUDA kernels",
+            exact="the reference function of TE's C++ tests",
             source="TE d0067d0 common/cast/mxfp8/quantize_mxfp8.cuh",
         )
         yield te

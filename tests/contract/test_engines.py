@@ -111,7 +111,7 @@ def test_parity_with_an_engine() -> None:
     assert not found.equal and "served_dtype is none in train and bfloat16 in rollout" in found.layers[0].setting
     other = fp4kit.parity(served, engine="transformers", scheme="mxfp4-w4a16")
     assert any("activations" in text for text in other.contracts.differences)
-    with pytest.raises(TypeError, match="rollout is None; needs a side, or an engine and a scheme"):
+    with pytest.raises(TypeError, match="rollout is missing; needs a contract, a model or tensors, or an"):
         fp4kit.parity(served)
 
 

@@ -1,5 +1,5 @@
 """Test models that train for an engine: their logits equal those of the real engine that loads the converted
-checkpoint, or quantizes the trained weights itself, in every bit.
+checkpoint, or quantizes the trained weights itself, in every bit. Of MLX, decoded weights and products are equal.
 """
 
 from __future__ import annotations

@@ -672,9 +672,14 @@ def facts_of(checkpoint: Checkpoint) -> Iterator[tuple[str, str]]:
                 stored = (scales_of(form, np.asarray(slab.scales)) for slab in slabs(readers, weight))
                 scales[max((float(np.nanmax(one, initial=0)) for one in stored), default=0.0)] += 1
         empty = sum(is_empty(readers, weight) for weight in sample)
-    for scale, count in scales.most_common(_MOST_SCALES):
+    shown = scales.most_common(_MOST_SCALES)
+    for scale, count in shown:
         meaning = _MEANINGS.get(scale, "")
         yield "largest block scale", f"{scale:g} in {count} of {scales.total()} sampled layers{meaning}"
+    if len(shown) > 1:
+        others = scales.total() - sum(count for _, count in shown)
+        more = f"another in {others} of {scales.total()} sampled layers; " * (others > 0)
+        yield "largest block scale", f"{more}layers that share a tensor scale with a larger layer have a smaller one"
     if empty:
         yield "codes", f"all codes are zero in {empty} of {len(sample)} sampled layers"
 

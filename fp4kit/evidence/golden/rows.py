@@ -16,8 +16,8 @@ _FILES = {
     **dict.fromkeys(("flashinfer_per_token", "hf_nvfp4_gemm", "te", "te_1x64"), "reference"),
 }
 _VARIANTS = {
-    **{"kern_": "emulated", "nvfp4_sr_cuda": "GPU"},
-    **dict.fromkeys(("mslk_mx4", "nvfp4-te-4over6", "mxfp4-triton-kernels-main"), "reference"),
+    "kern_": "emulated",
+    **dict.fromkeys(("mslk_mx4", "nvfp4-te-4over6", "mxfp4-triton-kernels-main", "nvfp4_sr_cuda"), "reference"),
 }
 
 
@@ -29,6 +29,7 @@ class GoldenRow:
         recipe: id of the recipe.
         file: file of the golden set.
         variant: variant in that file.
+        alias: the alias of the recipe whose producer made the outputs, if it is not the recipe's own.
         inputs: a suffix that input names must have, such as "__bf16" if the producer takes only bfloat16. "" selects
             all inputs.
         block: the block size if it differs from the recipe's, else None.
@@ -60,6 +61,7 @@ class GoldenRow:
     recipe: str
     file: str
     variant: str
+    alias: str = ""
     inputs: str = ""
     block: tuple[int, int] | None = None
     given_amaxes: str = ""
@@ -229,8 +231,8 @@ def _mlx_rows() -> Iterator[GoldenRow]:
         yield GoldenRow(f"{name}-mlx-cpu-0322", "mlx", name, decoded=True)
     for name in ("mxfp4", "mxfp8"):
         yield GoldenRow(f"{name}-mlx-cpu-0321", "mlx", f"{name}_0321")
-    yield GoldenRow("mxfp4-torchao-rceil", "mlx", "mxfp4_metal", skip="nonfinite_block")
-    yield GoldenRow("mxfp8-te", "mlx", "mxfp8_metal", skip="nonfinite_block")
+    yield GoldenRow("mxfp4-torchao-rceil", "mlx", "mxfp4_metal", "mxfp4-mlx-metal", skip="nonfinite_block")
+    yield GoldenRow("mxfp8-te", "mlx", "mxfp8_metal", "mxfp8-mlx-metal", skip="nonfinite_block")
     yield GoldenRow("mxfp4-mlx-metal-0321", "mlx", "mxfp4_metal_0321", skip="nonfinite_block")
     yield GoldenRow("nvfp4-mlx-metal", "mlx", "nvfp4_metal")
     yield GoldenRow("nvfp4-mlx-metal-global", "mlx", "nvfp4_global_metal", given_amaxes="global_scale")
@@ -244,7 +246,7 @@ def _vllm() -> Iterator[GoldenRow]:
     yield GoldenRow("nvfp4-vllm-emulation-cuda", "producers_h200", "vllm_nvfp4_fake_gpu")
     yield GoldenRow("mxfp4-vllm", "vllm", "mxfp4", on_gpu="vllm_mxfp4")
     yield GoldenRow("mxfp4-vllm-cpu", "vllm", "mxfp4")
-    yield GoldenRow("mxfp8-modelopt", "vllm", "mxfp8", skip="nonfinite_block")  # also named mxfp8-vllm
+    yield GoldenRow("mxfp8-modelopt", "vllm", "mxfp8", "mxfp8-vllm", skip="nonfinite_block")
 
 
 def _triton_kernels() -> Iterator[GoldenRow]:
@@ -342,7 +344,8 @@ def _mslk() -> Iterator[GoldenRow]:
         for name, mode in (("", "ceil"), ("-even", "even"), ("-nearest", "nearest")):
             yield GoldenRow(f"mxfp4-mslk{name}", "triton_h100", f"mslk_mx4_{mode}_b{size}", block=(1, size))
         # also named mxfp4-mslk-floor
-        yield GoldenRow("mxfp4-ocp", "triton_h100", f"mslk_mx4_floor_b{size}", block=(1, size), skip="nonfinite_block")
+        fields: dict[str, Any] = {"block": (1, size), "skip": "nonfinite_block"}
+        yield GoldenRow("mxfp4-ocp", "triton_h100", f"mslk_mx4_floor_b{size}", "mxfp4-mslk-floor", **fields)
     # The Python reference of MSLK's tests. In a block with NaN, its scale byte is 0.
     yield GoldenRow("mxfp4-mslk", "mslk_aiter", "mslk_mx4_ceil", skip="nonfinite_block")
     yield GoldenRow("mxfp4-mslk", "mslk_aiter", "mslk_mx4_ceil_b16", block=(1, 16), skip="nonfinite_block")
@@ -356,10 +359,10 @@ def _others() -> Iterator[GoldenRow]:
         yield GoldenRow(f"{name}-qwix", "qwix", name)
     yield GoldenRow("nvfp4-qwix", "qwix", "nvfp4")
     for name, mode in (("aiter", "up"), ("aiter-ceil", "ceil"), ("ocp", "down"), ("torchao-even", "even")):
-        yield GoldenRow(f"mxfp4-{name}", "mslk_aiter", f"aiter_mxfp4_{mode}", skip="nan_scale")
-    # also named mxfp4-aiter-triton
+        alias = "" if "aiter" in name else f"mxfp4-aiter-{mode}"
+        yield GoldenRow(f"mxfp4-{name}", "mslk_aiter", f"aiter_mxfp4_{mode}", alias, skip="nan_scale")
     fields: dict[str, Any] = {"min_scale": 127, "skip": "overflowing_scale"}
-    yield GoldenRow("mxfp4-torchao-even", "triton_h100", "aiter_triton_mxfp4", **fields)
+    yield GoldenRow("mxfp4-torchao-even", "triton_h100", "aiter_triton_mxfp4", "mxfp4-aiter-triton", **fields)
     yield GoldenRow("nvfp4-aiter-triton", "triton_h100", "aiter_triton_nvfp4")
     for inputs in ("__f16", "__bf16"):
         yield _fake("mxfp4-fp-quant", "triton_h100", "fp_quant_mxfp4_abs_max", inputs=inputs)

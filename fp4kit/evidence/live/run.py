@@ -276,7 +276,7 @@ def evidence_of(r: fp4kit.Recipe) -> dict[str, tuple[str, ...]]:
         return {}
     found: dict[str, list[str]] = {kind: [] for kind in EVIDENCE}
     for row in ROWS:
-        if row.recipe == r.id and row.file not in found[row.computed]:
+        if row.recipe == r.id and not row.alias and row.file not in found[row.computed]:
             found[row.computed].append(row.file)
     found["live"] = [f"{name} {entry['version']}" for name, entry in found_equal().items() if r.id in entry["recipes"]]
     return {kind: tuple(names) for kind, names in found.items() if names}
