@@ -236,7 +236,7 @@ ours = pytest.mark.parametrize("r", RECIPES_OF_OURS.values(), ids=RECIPES_OF_OUR
 WRONG = [  # (the arguments, the error, its text)
     ({"id": "nvfp4-te"}, V, "id is 'nvfp4-te', which is the id of a producer's recipe"),
     ({"id": ""}, V, "id is ''; needs a name"),
-    ({"element": "NF4"}, T, "element is 'NF4'; needs an ElementFormat"),
+    ({"element": "NF4"}, T, "element is 'NF4'; needs a format, such as fp4kit.formats.NF4"),
     ({"element": UE5M3}, V, "element is UE5M3; needs a format with a sign and a zero"),
     ({"scale": "float64"}, V, "scale is 'float64'; needs an ElementFormat"),
     ({"scale": np.float32}, T, "scale is <class 'numpy.float32'>; needs an ElementFormat"),

@@ -29,7 +29,7 @@ WRONG = [  # (recipe, the replaced fields, the error, its text after "Recipe <id
     # each field by itself
     ("nvfp4-te", {"id": ""}, V, "id is ''; needs a name"),
     ("nvfp4-te", {"id": 4}, T, "id is 4; needs a str"),
-    ("nvfp4-te", {"element": "E2M1"}, T, "element is 'E2M1'; needs an ElementFormat"),
+    ("nvfp4-te", {"element": "NF4"}, T, "element is 'NF4'; needs a format, such as fp4kit.formats.NF4"),
     ("mxfp4-ocp", {"element": E8M0}, V, "element is E8M0; needs a format with a sign"),
     ("nvfp4-te", {"scale": "E4M3"}, T, "scale is 'E4M3'; needs fp4kit.formats.E4M3, E8M0, or None"),
     ("nvfp4-te", {"scale": E5M2}, V, "scale is E5M2; needs E4M3 or E8M0"),

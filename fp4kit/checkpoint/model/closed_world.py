@@ -546,6 +546,12 @@ def _is_output_stack(parts: Parts, module: str) -> bool:
 
 
 FOREIGN = (
+    Foreign(
+        "that of fp4kit.save",
+        {".packed": ()},
+        lambda parts, module: any(name in parts for name in (".block_scale", ".tensor_scale")),
+        advice="fp4kit.load reads it",
+    ),
     Foreign("bitsandbytes NF4", {".weight.quant_state.bitsandbytes__nf4": ()}, advice=_BITSANDBYTES),
     Foreign("bitsandbytes FP4", {".weight.quant_state.bitsandbytes__fp4": ()}, advice=_BITSANDBYTES),
     Foreign("bitsandbytes, 4 bits", {".weight.absmax": ()}, advice=_BITSANDBYTES),
@@ -610,7 +616,16 @@ FOREIGN = (
 MARKS = tuple(dict.fromkeys(next(iter(row.parts)) for row in FOREIGN))  # suffixes by which rows are looked up
 # Further suffixes of parts.
 _OTHERS = (
-    *(".weight.quant_map", ".weight.nested_absmax", ".weight.nested_quant_map", ".weight_format", ".SCB_2"),
+    *(
+        ".block_scale",
+        ".tensor_scale",
+        ".tensor_amax",
+        ".weight.quant_map",
+        ".weight.nested_absmax",
+        ".weight.nested_quant_map",
+        ".weight_format",
+        ".SCB_2",
+    ),
     *(".backward_hadamard_matrix", ".act_global_scale", ".weight_global_scale", ".weight._scale", ".scale", ".zero"),
     *(".suh", ".svh", ".zeros", ".codes", ".indices", ".res_centroids", ".activation_global_scaling_factor", ".alpha"),
     *(".activation_scaling_factor", ".prequant_scaling_factor", ".smooth_factor", ".proj_down", ".proj_up", ".s_group"),
@@ -679,7 +694,7 @@ class ForeignLayers:
         module, suffix = self._split(name)
         parts = self._layers[module]
         row = None if suffix == ".bias" else self.row_of(name)
-        what = "packed weights or scales in a format that fp4kit does not know"
+        what = "packed weights or scales in a format that fp4kit does not read in models"
         if row is not None:
             return f"{what} ({row.what}); {row.advice}"
         is_plain = suffix == ".bias" or (suffix == ".weight" and parts[suffix].dtype in FLOAT_DTYPES)

@@ -181,5 +181,5 @@ def test_shapes_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         for other in (folder / "q").glob("*.safetensors*"):
             other.unlink()
         synthetic.write_file(file, kept | {name: np.ascontiguousarray(change(kept[name]))})
-        with synthetic.refused("in a format that fp4kit does not know"):
+        with synthetic.refused("in a format that fp4kit does not read in models"):
             convert(folder / "q", folder / "out", RECIPE, format="modelopt")

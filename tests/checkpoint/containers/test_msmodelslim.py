@@ -248,7 +248,7 @@ def test_integers_alone(tmp_path: Path) -> None:
     """A model without any MX or FP8 layer is refused by name too, and a description without tensors is an error."""
     weight = {f"{VALUE}.weight": np.ones((32, 32), np.int8), f"{VALUE}.weight_scale": np.ones((32, 1), np.float32)}
     types = dict.fromkeys(weight, "W8A8_DYNAMIC") | {"model_quant_type": "W8A8_DYNAMIC"}
-    with refused("in a format that fp4kit does not know"):
+    with refused("in a format that fp4kit does not read in models"):
         make_plan(written(tmp_path / "a", weight, types), format="bf16")
     plain = {"a.weight": np.ones((32, 32), BF16)}
     with refused(f"{DESCRIPTION}: describes quantized weights, but no tensor is quantized"):

@@ -109,7 +109,7 @@ def test_fp8_scales_of_other_shapes(shape: tuple[int, ...], tmp_path: Path) -> N
 def test_integers_under_float_scales_are_not_fp8(dtype: Any, tmp_path: Path) -> None:
     """A weight of dtype U8 or I8 with a float scale per row is refused, because its bytes could be integers."""
     parts = {".weight": fp8().view(dtype), ".weight_scale": np.ones((256, 1), np.float32)}
-    with refused("packed weights or scales in a format that fp4kit does not know"):
+    with refused("packed weights or scales in a format that fp4kit does not read in models"):
         make_plan(written(tmp_path / "m", parts, quant_method="compressed-tensors"), format="bf16")
 
 

@@ -126,7 +126,7 @@ def test_every_row_is_tested() -> None:
     """The rows that need more than these tensors have tests of their own."""
     named = {row.what for row in FOREIGN if not any(row.what in name for name in FORMATS)}
     assert named == {
-        *("GPTQ or AWQ integers", "SVDQuant of Nunchaku, NVFP4"),
+        *("that of fp4kit.save", "GPTQ or AWQ integers", "SVDQuant of Nunchaku, NVFP4"),
         "MXFP4 stacks of Model-Optimizer for gpt-oss, whose blocks run along the output axis",
         "vLLM's fused form of experts, w13_weight and w2_weight",
         "a ComfyUI format other than nvfp4, mxfp8, FP8 and int8_tensorwise",
@@ -138,7 +138,7 @@ def test_layers_of_one_format_share_a_line(tmp_path: Path) -> None:
     parts = {".weight": ("U8", (N, K // 2)), ".weight_scale": ("BF16", (N, 3))}
     with refused(f"{LAYER}.weight (U8 [64, 64]), {LAYER}.weight_scale (BF16 [64, 3]), ") as error:
         make_plan(written(tmp_path / "m", parts, "", 20), format="bf16")
-    assert str(error.value).count("does not know") == 1 and "and 37 more" in str(error.value)
+    assert str(error.value).count("does not read in models") == 1 and "and 37 more" in str(error.value)
 
 
 def test_names_are_split_at_the_longest_suffix() -> None:

@@ -77,7 +77,7 @@ UNKNOWN |= {f"a.{name}": {f"a.{name}": np.zeros((4, 4), np.uint8)} for name in N
 def test_parts_of_no_known_form(tmp_path: Path, case: str) -> None:
     synthetic.write_model(tmp_path / "m", {}, {**UNKNOWN[case], "b.weight": PLAIN["a.weight"]})
     packed = f"{case} (U8 [4, 4]): packed weights or scales " if case.startswith("a.") else ""
-    with refused(f"{packed}in a format that fp4kit does not know"):
+    with refused(f"{packed}in a format that fp4kit does not read in models"):
         make_plan(tmp_path / "m")
 
 
@@ -193,3 +193,11 @@ def test_pair_that_no_engine_loads(dense: Path) -> None:
         make_plan(dense, "mxfp4-ocp", format="modelopt")
     assert "use --format compressed-tensors (" in str(caught.value)
     assert make_plan(dense, "mxfp4-ocp", format="compressed-tensors").converted
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4-te", "mxfp4-ocp", "fp8-modelopt", "nvfp4-te-rowscaled"])
+def test_files_of_save_are_named(tmp_path: Path, recipe: str) -> None:
+    x = np.ones((32, 64), np.float32)
+    fp4kit.save(tmp_path / "a.safetensors", {"a": fp4kit.quantize(x, recipe)})
+    with refused("in a format that fp4kit does not read in models (that of fp4kit.save); fp4kit.load reads it"):
+        make_plan(tmp_path / "a.safetensors")
