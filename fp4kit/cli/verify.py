@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import shlex
+from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -17,7 +18,12 @@ from fp4kit.checkpoint.model.inspect import inspect_checkpoint
 from fp4kit.checkpoint.plan.request import OPTIONS
 from fp4kit.checkpoint.plan.scale_search import RECORDED, ScaleSearch
 from fp4kit.checkpoint.reconcile import reconcile
-from fp4kit.checkpoint.verify.compare import CheckpointComparison, LayerDifference, compare_checkpoints
+from fp4kit.checkpoint.verify.compare import (
+    CheckpointComparison,
+    LayerDifference,
+    TensorDifference,
+    compare_checkpoints,
+)
 from fp4kit.checkpoint.verify.report import summary_of, unchecked, write_report
 from fp4kit.checkpoint.verify.verify import LayerReport, VerifyReport, execute, prepare
 from fp4kit.cli.command import DIFFERENT, DONE, Command, path_flag
@@ -155,10 +161,28 @@ def _print_comparison(out: Output, comparison: CheckpointComparison) -> None:
     quantized_in_one = [layer for layer in comparison.layers if layer.codes is None]
     parts = {name for layer in quantized_in_one for name in layer.tensors}
     listed = [d for d in comparison.tensors if d.name not in parts]
-    out.table(("tensor", "difference", "detail"), [(shown(d.name), d.kind, d.detail) for d in listed])
+    # Tensors that only one checkpoint has share a row, if their last names and dtypes are equal.
+    alike: dict[tuple[str, ...], list[TensorDifference]] = defaultdict(list)
+    for d in listed:
+        is_alone = d.kind in ("missing", "extra")
+        alike[("*." + d.name.rpartition(".")[2], d.kind, d.detail.split(" ")[0]) if is_alone else (d.name,)].append(d)
+    shared = [
+        (f"{shown(key[0])} ({len(ds)} tensors)", *key[1:])
+        if len(ds) > 1
+        else (shown(ds[0].name), ds[0].kind, ds[0].detail)
+        for key, ds in alike.items()
+    ]
+    out.table(("tensor", "difference", "detail"), shared)
+    if any(len(ds) > 1 for ds in alike.values()):
+        out.line("missing: only A has it; extra: only B has it; --json lists every name")
     columns = {"#codes": "{codes} of {elements}", "#scales": "{scales}", "#values": "{values}", "tensor scales": "{of}"}
     layers = [{**vars(layer), "of": _tensor_scales(layer)} for layer in comparison.layers if layer.codes is not None]
     out.records(layers, {"quantized layer": "{name}", **columns, "#SQNR dB": "{sqnr_db:.2f}"})
+    decoded = [x for x in comparison.layers if x.codes == x.scales == 0 != x.values and _tensor_scales(x) == "same"]
+    if decoded:
+        out.line(
+            f"values alone differ in {counted(len(decoded), 'layer')}: the recipes of A and B decode in other orders"
+        )
     columns = {"layer quantized in one": "{name}", "#values": "{elements}", "#SQNR dB": "{sqnr_db:.2f}"}
     out.records(map(vars, quantized_in_one), columns)
     if len(listed) < len(comparison.tensors):

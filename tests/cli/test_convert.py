@@ -290,6 +290,18 @@ def test_compare(tmp_path: Path, run: Run) -> None:
     assert {"encoder.layer.0.attention.self.query", "same"} <= {word for row in layers for word in row}
 
 
+def test_compare_shares_rows_and_explains_values(tmp_path: Path, run: Run) -> None:
+    synthetic.bert(tmp_path / "m")
+    for name, source, options in (("a", "m", ("--format", "compressed-tensors")), ("b", "a", ("--format", "modelopt"))):
+        assert run("convert", tmp_path / source, tmp_path / name, *options).code == 0
+    lines = run("compare", tmp_path / "a", tmp_path / "b").out.splitlines()
+    rows = [line.split() for line in lines if line.startswith("*")]
+    assert [(row[0], row[-2:]) for row in rows if "packed" in row[0]] == [("*.weight_packed", ["missing", "U8"])]
+    assert any(
+        re.match(r"values alone differ in \d+ layers: the recipes of A and B decode in other orders", x) for x in lines
+    )
+
+
 def test_compare_with_the_original(tmp_path: Path, run: Run) -> None:
     """compare, given the unquantized original, shows one row per layer with the SQNR that the conversion reported.
 
