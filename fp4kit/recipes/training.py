@@ -248,13 +248,9 @@ def jax() -> Made:
             (MXFP8_E4M3, "mxfp8-jax-011", "_011{} flush=True round_scaled=True", was, old),
             (MXFP8_E4M3, "mxfp8-jax-gpu", "_gpu{} round_scaled=True", "", gpu),
         ):
-            yield of_format(
-                fmt,
-                f"{id}{suffix}",
-                f"block_rule=e8m0_jax{rule.format(suffix.replace('-', '_'))} amax_nan=propagate",
-                exact=f"codes and scales of config {id[:5]} {how}{exact}",
-                **facts,
-            )
+            text = f"block_rule=e8m0_jax{rule.format(suffix.replace('-', '_'))} amax_nan=propagate"
+            exact = f"codes and scales of config {id[:5]} {how}{exact}"
+            yield of_format(fmt, f"{id}{suffix}", text, exact=exact, **facts)
 
 
 @producer("miles", "miles", "200e6df")
