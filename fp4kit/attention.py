@@ -384,9 +384,9 @@ def attention(
         - Arrays: S starts from delta_s, and P V from zero. O * factor + P V is one fused multiply-add. O is multiplied
           by 1 / row_sum, or by 0 if row_sum is 0 or NaN, and then rounded to the dtype of q. So a score of NaN makes
           its row 0, or NaN if all 16 scores of its block are NaN. Queries skip tiles of 128 masked keys.
-        - Quantized: P V' is multiplied by 1 / sum of P. t is rounded to float32 before it is multiplied by log2(e), and after. S * t - row_max * t is one
-          fused multiply-add, and 2^x is as in quantize_p. The sum of P adds like P V, by products with 1. NVFP4 has K'
-          and V' that float16 and bfloat16 represent exactly.
+        - Quantized: P V' is multiplied by 1 / sum of P. t is rounded to float32 before it is multiplied by log2(e), and
+          after. S * t - row_max * t is one fused multiply-add, and 2^x is as in quantize_p. The sum of P adds as P V',
+          by products with 1. For NVFP4, float16 and bfloat16 represent K' and V' exactly. NaN in a row of S gives NaN.
         - P and the sums of O are computed on the host; products are computed on the device of q.
 
     Exact:

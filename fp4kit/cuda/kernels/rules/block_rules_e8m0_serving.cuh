@@ -301,8 +301,8 @@ struct block_e8m0_deepseek_fp8 : inverse_factor {
 
 // ---- rules of JAX, miles and NNCF
 
-// JAX up to 0.11: XLA on a CPU flushes subnormals, and takes 1 / max as a constant of float16 or float32. On a GPU it divides float16
-// amaxes, except that jax.jit (kJit) makes it multiply by a constant of type In.
+// JAX up to 0.11: XLA on a CPU flushes subnormals, and takes 1 / max as a constant of float16 or float32. On a GPU it
+// divides float16 amaxes, except that jax.jit (kJit) makes it multiply by a constant of type In.
 template <bool kGpu, bool kJit>
 struct jax_power : by_code {
   static constexpr bool kReadsInput = true;
