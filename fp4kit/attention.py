@@ -1,4 +1,5 @@
-"""Quantize the operands of attention to NVFP4 as SageAttention3 does, and compute attention with these operands.
+"""Quantize the operands of attention to NVFP4 as SageAttention3 does, and compute attention with these operands or with
+K and V from a quantized KV cache.
 
 Q, K and V are arrays (..., tokens, head_dim), usually (batch, heads, tokens, head_dim). P is the softmax of the scores.
 """
@@ -6,6 +7,7 @@ Q, K and V are arrays (..., tokens, head_dim), usually (batch, heads, tokens, he
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from math import e, log2
 from typing import Any, Literal, NamedTuple
@@ -13,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from fp4kit.arguments import as_float32
+from fp4kit.arguments import as_flag, as_float32
 from fp4kit.arithmetic import ieee
 from fp4kit.arrays.imports import import_arrays, making_current, on_device, to_device, to_host
 from fp4kit.arrays.returns import returns_in_library
@@ -336,96 +338,207 @@ def _added(sums: np.ndarray) -> np.ndarray:
 
 @returns_in_library
 @ieee("attention")
-def attention(q: Array, k: Array, v: Array, *, smooth: Smooth = "block", unit: str | Unit = "sm100") -> Any:
-    """Return softmax(Q K^T / sqrt(head_dim)) V, computed from quantized operands in the way of SageAttention3.
+def attention(
+    q: Any, k: Any, v: Any, *, smooth: Smooth = "block", causal: bool = False, unit: str | Unit = "sm100"
+) -> Any:
+    """Return softmax(Q K^T / sqrt(head_dim)) V as SageAttention3 computes it, or FlashInfer with a quantized KV cache.
+
+    If k and v are arrays, all operands are quantized in the way of SageAttention3:
 
         S = Q' K'^T + delta_s;   O = O * 2^((old row_max - row_max) * t) + P V;   result = O / row_sum
 
     The keys are processed in tiles of 128, from the last tile to the first. quantize_qkv states Q', K', V and delta_s,
     and quantize_p states P, row_max, row_sum and t, for softmax_scale = head_dim ** -0.5.
 
+    If k and v are Quantized, they are decoded first, as FlashInfer's kernel fa2 decodes an NVFP4 KV cache:
+
+        S = Q K'^T;   P = T(2^(S * t - row_max * t));   result = T(T(P V' / sum of P) * v_scale)
+        t = head_dim ** -0.5 * q_scale * k_scale * log2(e)
+
+    The tensor scales of Q, K and V are q_scale, k_scale and v_scale, or 1. K' and V' are the values without them. T
+    rounds to the dtype of q.
+
     Args:
-        q: float16 or bfloat16 (..., queries, head_dim). head_dim is 64 or 128.
-        k: (..., keys, head_dim), of the dtype and on the device of q.
+        q: float16 or bfloat16 (..., queries, head_dim), where head_dim is 64 or 128. If k and v are Quantized, head_dim
+            may be any other, and q a Quantized of float16 or bfloat16 numbers, such as FP8 with a tensor scale.
+        k: (..., keys, head_dim), of the dtype and on the device of q. Or a Quantized with at most one tensor scale,
+            whose third last axis may be shorter than that of q: then each head of k is for several heads of q in a row.
         v: as k.
-        smooth: as in quantize_qkv.
-        unit: the Unit or its id whose sums Q' K'^T + delta_s and P V have, as in fp4kit.matmul. It needs an instruction
-            for NVFP4, or an order of addition such as "exact".
+        smooth: as in quantize_qkv. It is not used if k and v are Quantized.
+        causal: True if query i attends only to the keys from 0 to i + keys - queries. The others are masked.
+        unit: the Unit or its id whose sums Q K^T and P V have, as in fp4kit.matmul. It needs an order of addition, such
+            as "exact", or an instruction for NVFP4. If k and v are Quantized, it needs an instruction for the dtype of
+            q instead.
 
     Returns:
         A new array (..., queries, head_dim) of the dtype of q, in its library and on its device.
 
     Raises:
-        TypeError: as in quantize_qkv.
-        ValueError: as in quantize_qkv, or the unit is unknown or does not multiply NVFP4.
+        TypeError: as in quantize_qkv, or only one of k and v is Quantized.
+        ValueError: as in quantize_qkv, or the unit is unknown or does not multiply these operands.
+        ValueError: causal is True, and there are fewer keys than queries. Or k and v are arrays, and the difference is
+            not a multiple of 128.
 
     Numerics:
-        - Every query attends to every key: there is no causal mask. Keys that only pad a tile are masked.
-        - S starts from delta_s, and P V from zero. O * factor + P V is one fused multiply-add. O is multiplied by
-          1 / row_sum, or by 0 if row_sum is 0 or NaN, and then rounded to the dtype of q. So a score of NaN makes its
-          row 0, or NaN if all 16 scores of its block are NaN.
+        - A masked score is -infinity, and its P is 0. Keys that only pad a tile are masked.
+        - Arrays: S starts from delta_s, and P V from zero. O * factor + P V is one fused multiply-add. O is multiplied
+          by 1 / row_sum, or by 0 if row_sum is 0 or NaN, and then rounded to the dtype of q. So a score of NaN makes
+          its row 0, or NaN if all 16 scores of its block are NaN. Queries skip tiles of 128 masked keys.
+        - Quantized: P V' is multiplied by 1 / sum of P. t is rounded to float32 before it is multiplied by log2(e), and
+          after. S * t - row_max * t is one fused multiply-add, and 2^x is as in quantize_p. The sum of P adds as P V',
+          by products with 1. For NVFP4, float16 and bfloat16 represent K' and V' exactly. NaN in a row of S gives NaN.
         - P and the sums of O are computed on the host; products are computed on the device of q.
 
     Exact:
-        An emulation, which has not been compared with a GPU. SageAttention3 runs on sm_120, and fp4kit has no unit that
-        was compared with sm_120. Its kernel masks keys by their row in the permuted K, so its result differs if the
-        number of keys is not a multiple of 32.
+        An emulation, which has not been compared with a GPU.
+
+        - Arrays: SageAttention3 runs on sm_120, and fp4kit has no unit that was compared with sm_120. Its kernel masks
+          keys by their row in the permuted K, so its result differs if causal is True, or if the number of keys is not
+          a multiple of 32. FlashInfer's port of the kernel masks the keys that are masked here.
+        - Quantized: all keys are one tile here. The kernel's tiles depend on the GPU, and it computes 2^x and 1 / sum
+          approximately. So P, the sums and the result may differ in the last bits.
 
     Source:
-        SageAttention d1a57a5, sageattn3/blackwell/mainloop_tma_ws.h.
+        SageAttention d1a57a5, sageattn3/blackwell/mainloop_tma_ws.h. FlashInfer fb28d72, attention/prefill.cuh and
+        sm120/nvfp4_attention_sm120/compute/mainloop.cuh.
 
     Examples:
-        >>> import numpy as np
+        >>> import fp4kit, numpy as np
         >>> from fp4kit.attention import attention
         >>> q, k, v = np.random.default_rng(0).standard_normal((3, 4, 200, 64)).astype(np.float16)
-        >>> out = attention(q, k, v)
+        >>> out = attention(q, k, v, causal=True)
         >>> out.shape, out.dtype
         ((4, 200, 64), dtype('float16'))
+        >>> cached = [fp4kit.quantize(x, "nvfp4-flashinfer-kv") for x in (k, v)]
+        >>> attention(q[:, -1:], *cached).shape  # one query, the last
+        (4, 1, 64)
     """
-    given = import_arrays("attention", q=q, k=k, v=v)
-    return _put(_forward(quantize_qkv(*given, smooth=smooth), unit)[0], given[0])
+    op, causal = "attention", as_flag("attention", "causal", causal)
+    if isinstance(k, Quantized) or isinstance(v, Quantized):
+        return _from_cache(op, q, k, v, causal, unit)[0]
+    given = import_arrays(op, q=q, k=k, v=v)
+    return _put(_forward(op, quantize_qkv(*given, smooth=smooth), causal, unit)[0], given[0])
 
 
 @np.errstate(all="ignore")
-def _forward(x: QKV, unit: Any, keep: Callable[..., None] = lambda *tile: None) -> tuple[np.ndarray, np.ndarray]:
-    """Return (attention, 1 / row_sum). Call keep(keys, s, p, factor) after each tile."""
-    shape, on = x.q.shape, x.q.packed
+def _forward(
+    op: str, x: QKV, causal: bool, unit: Any, keep: Callable[..., None] = lambda *tile: None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return (attention, 1 / row_sum). Call keep(rows, keys, s, p, factor) after each tile, where rows is an index."""
+    shape, on, shift = x.q.shape, x.q.packed, x.keys - x.queries
+    if causal and (shift < 0 or shift % TILE):
+        needed = f"needs keys - queries to be 0 or a multiple of {TILE}, because the kernel pads both"
+        raise ValueError(f"{op}: causal is True, for {x.queries} queries and {x.keys} keys; {needed}")
+    scale = np.float32(shape[-1] ** -0.5)
     (row_max, sums), out = _start(shape[:-1]), np.zeros(shape, np.float32)
     for start in range(x.k.shape[-2] - TILE, -1, -TILE):
         keys, delta_s = slice(start, start + TILE), None
+        row = (..., slice(max(start - shift, 0) if causal else 0, shape[-2]))  # earlier queries skip the tile
+        rows = (*row, slice(None))
         if x.delta_s is not None:
             first = _permuted(to_host(x.delta_s[..., keys]))
-            delta_s = _put(first.repeat(shape[-2] // first.shape[-2], axis=-2), on)
-        s = _permuted(to_host(matmul(x.q, x.k[..., keys, :], unit=unit, c=delta_s)))
+            delta_s = _put(first.repeat(shape[-2] // first.shape[-2], axis=-2)[rows], on)
+        s = _permuted(to_host(matmul(x.q[rows], x.k[..., keys, :], unit=unit, c=delta_s)))
         s[..., max(x.keys - start, 0) :] = -np.inf
-        p, row_max, sums, factor = _softmax(s, np.float32(shape[-1] ** -0.5), row_max, sums)
+        if causal and start >= shift:
+            s[..., _later(*s.shape[-2:])] = -np.inf
+        p, row_max[row], sums[rows], factor = _softmax(s, scale, row_max[row], sums[rows])
         product = to_host(matmul(p.with_parts(lambda a: _put(a, on)), x.v[..., keys, :], unit=unit))
-        out = fma(out, factor[..., None], product)
-        keep(keys, s, p, factor)
+        out[rows] = fma(out[rows], factor[..., None], product)
+        keep(rows, keys, s, p, factor)
     total = _added(sums)[..., None]
     inverse = np.where((total == 0) | np.isnan(total), np.float32(0), np.float32(1) / total)
     return (out * inverse)[..., : x.queries, :].astype(x.q.dtype), inverse
 
 
+def _later(queries: int, keys: int, shift: int = 0) -> np.ndarray:
+    """Return a bool array (queries, keys), True for the keys after query + shift."""
+    return ~np.tri(queries, keys, shift, dtype=bool)
+
+
+@np.errstate(all="ignore")
+def _from_cache(op: str, q: Any, k: Any, v: Any, causal: bool, unit: Any) -> tuple[Any, ...]:
+    """Return (attention, P, 1 / sum of P, scores, tensor scales of the scores, v, its tensor scale)."""
+    q, score_scale = _values(op, "q", q)
+    if q.dtype not in _DTYPES:
+        raise TypeError(f"{op}: q is {q.dtype}; needs float16 or bfloat16, or a Quantized of such numbers")
+    (k, k_scale), (v, v_scale) = _values(op, "k", k, q.dtype), _values(op, "v", v, q.dtype)
+    score_scale, shift = score_scale * k_scale, k.shape[-2] - q.shape[-2]
+    k, v = _per_query_head(k, q), _per_query_head(v, q)
+    fits = k.shape == v.shape == (*q.shape[:-2], k.shape[-2], q.shape[-1])
+    if not fits or 0 in (*q.shape, *k.shape) or (causal and shift < 0):
+        shapes = f"{q.shape}, {k.shape} and {v.shape}, with each head of k and v repeated for the heads of q"
+        needed = "needs one shape, except that the number of tokens of q may differ; with causal, it may be smaller"
+        raise ValueError(f"{op}: q, k and v are {shapes}; {needed}")
+    t = np.asarray(np.float32(q.shape[-1] ** -0.5 * score_scale) * np.float32(log2(e)))
+    s = to_host(matmul(q, k, unit=unit))
+    if causal:
+        s[..., _later(q.shape[-2], k.shape[-2], shift)] = -np.inf
+    p = _ex2(fma(s, t, -t * np.fmax.reduce(s, axis=-1, keepdims=True))).astype(q.dtype)
+    ones = np.ones((*v.shape[:-2], 1, v.shape[-2]), q.dtype)  # their products with P add up to the sum of P
+    columns = np.concatenate([to_host(v).swapaxes(-1, -2), ones], axis=-2)
+    out = to_host(matmul(_put(p, q), _put(columns, q), unit=unit))
+    inverse = np.float32(1) / out[..., -1:]
+    result = (out[..., :-1] * inverse).astype(q.dtype)
+    if v_scale != 1:
+        result = (result.astype(np.float32) * np.float32(v_scale)).astype(q.dtype)
+    return _put(result, q), p, inverse, s, score_scale, v, v_scale
+
+
+def _values(op: str, name: str, x: Any, dtype: Any = None) -> tuple[Any, float]:
+    """Return the values of q, or of a Quantized, without the tensor scale, in `dtype`; and the tensor scale."""
+    if not isinstance(x, Quantized):
+        if name != "q":
+            raise TypeError(f"{op}: {name} is not Quantized; needs k and v to be both arrays or both Quantized")
+        return import_arrays(op, q=x)[0], 1.0
+    x, scale = x.imported(op), 1.0
+    if x.tensor_scale is not None:
+        if x.tensor_scale.size != 1:
+            raise ValueError(f"{op}: {name} has {x.tensor_scale.size} tensor scales; needs at most one")
+        scale, one = x.tensor_scale.item(), np.ones(x.tensor_scale.shape, np.float32)
+        x = replace(x, tensor_scale=_put(one, x.packed), tensor_amax=None)
+    return dequantize(x, dtype or x.dtype), scale
+
+
+def _per_query_head(x: Any, q: Any) -> Any:
+    """Return K or V with each head repeated for the heads of q that share it."""
+    group = q.shape[-3] // max(x.shape[-3], 1) if min(x.ndim, q.ndim) > 2 else 1
+    return x.repeat(group, axis=-3) if group > 1 else x
+
+
 @ieee("error_budget")
 @np.errstate(all="ignore")
-def error_budget(q: Array, k: Array, v: Array, *, smooth: Smooth = "block", unit: Any = "sm100") -> dict[str, float]:
-    """Split the error of attention(q, k, v) into its sources.
+def error_budget(
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    operands: tuple[Any, Quantized, Quantized] | None = None,
+    smooth: Smooth = "block",
+    causal: bool = False,
+    unit: str | Unit = "sm100",
+) -> dict[str, float]:
+    """Split the error of attention(q, k, v), or of attention(*operands), into its sources.
 
-    Let S be the scores that the unit adds up from quantized Q and K, P' the quantized P divided by row_sum, and V' the
-    quantized V. softmax() includes the factor head_dim ** -0.5. The total error is the sum of four errors:
+    Let S be the scores that the unit adds up from quantized Q and K, P' the quantized P divided by its sum, and V' the
+    quantized V. softmax() includes the factor head_dim ** -0.5 and the mask. The total error is the sum of four errors:
 
         scores         softmax(S) V - softmax(Q K^T) V
         p              P' V - softmax(S) V
         v              P' V' - P' V
-        accumulation   attention(q, k, v) - P' V'
-        total          attention(q, k, v) - softmax(Q K^T) V
+        accumulation   attention(...) - P' V'
+        total          attention(...) - softmax(Q K^T) V
 
     Each error e is reported in dB, relative to the exact output: 10 log10(sum (softmax(Q K^T) V)^2 / sum e^2).
 
     Args:
-        q, k, v: as in attention.
-        smooth: as in quantize_qkv.
+        q: as in attention. With operands, q, k and v are the numbers that were quantized, of any dtype.
+        k: as q.
+        v: as q.
+        operands: the arguments q, k and v of attention, if K and V come from a KV cache: k and v are Quantized. None
+            stands for the arrays q, k and v.
+        smooth: as in attention.
+        causal: as in attention.
         unit: as in attention.
 
     Returns:
@@ -441,7 +554,7 @@ def error_budget(q: Array, k: Array, v: Array, *, smooth: Smooth = "block", unit
         call needs four float64 arrays of the size of all scores.
 
     Examples:
-        >>> import numpy as np
+        >>> import fp4kit, numpy as np
         >>> from fp4kit.attention import error_budget
         >>> rng = np.random.default_rng(0)
         >>> q, k, v = rng.standard_normal((3, 4, 256, 64)).astype(np.float16)
@@ -449,21 +562,35 @@ def error_budget(q: Array, k: Array, v: Array, *, smooth: Smooth = "block", unit
         {'scores': 17.3, 'p': 20.6, 'v': 20.3, 'accumulation': 73.7, 'total': 14.3}
         >>> round(error_budget(q, k + np.float16(3), v, smooth=None)["total"], 1)  # the mean of K stays in its blocks
         8.7
+        >>> cached = [fp4kit.quantize(x, "nvfp4-flashinfer-kv") for x in (k, v)]
+        >>> {source: round(ratio, 1) for source, ratio in error_budget(q, k, v, operands=(q, *cached)).items()}
+        {'scores': 20.0, 'p': 74.8, 'v': 20.2, 'accumulation': 70.6, 'total': 17.1}
     """
-    given = import_arrays("error_budget", q=q, k=k, v=v)
-    x = quantize_qkv(*given, smooth=smooth)
-    weights, scores = (np.zeros((*x.q.shape[:-1], x.k.shape[-2])) for _ in range(2))
+    op, causal = "error_budget", as_flag("error_budget", "causal", causal)
+    given = import_arrays(op, q=q, k=k, v=v)
+    if operands is not None:
+        if [a.shape for a in given] != [x.shape for x in operands]:
+            raise ValueError(f"{op}: the operands have other shapes than q, k and v; needs those that were quantized")
+        result, p, inverse, s, score_scale, stored, v_scale = _from_cache(op, *operands, causal, unit)
+        weights, scores = p.astype(np.float64) * inverse, s.astype(np.float64) * score_scale
+        values = to_host(stored).astype(np.float64) * v_scale
+    else:
+        x = quantize_qkv(*given, smooth=smooth)
+        weights, scores = (np.full((*x.q.shape[:-1], x.k.shape[-2]), start) for start in (0.0, -np.inf))
 
-    def keep(keys: slice, s: np.ndarray, p: Quantized, factor: np.ndarray) -> None:
-        weights[:] *= factor[..., None]
-        weights[..., keys], scores[..., keys] = dequantize(p), s
+        def keep(rows: Any, keys: slice, s: np.ndarray, p: Quantized, factor: np.ndarray) -> None:
+            weights[rows] *= factor[..., None]
+            weights[(*rows[:2], keys)], scores[(*rows[:2], keys)] = dequantize(p), s
 
-    result, inverse = _forward(x, unit, keep)
-    weights, scores = ((a[..., : x.queries, : x.keys]) for a in (weights * inverse, scores))
-    hq, hk, hv = (to_host(a).astype(np.float64) for a in given)
-    exact, from_scores = (_softmax64(s, hq.shape[-1] ** -0.5) @ hv for s in (hq @ hk.swapaxes(-1, -2), scores))
-    from_v = weights @ to_host(dequantize(x.v, np.float32))[..., : x.keys, :].astype(np.float64)
-    steps = (exact, from_scores, weights @ hv, from_v, result.astype(np.float64), exact)
+        result, inverse = _forward(op, x, causal, unit, keep)
+        weights, scores = ((a[..., : x.queries, : x.keys]) for a in (weights * inverse, scores))
+        values = to_host(dequantize(x.v, np.float32))[..., : x.keys, :].astype(np.float64)
+    hq, hk, hv = (_per_query_head(to_host(a).astype(np.float64), given[0]) for a in given)
+    exact_scores = hq @ hk.swapaxes(-1, -2)
+    if causal:
+        exact_scores[..., _later(hq.shape[-2], hk.shape[-2], hk.shape[-2] - hq.shape[-2])] = -np.inf
+    exact, from_scores = (_softmax64(s, hq.shape[-1] ** -0.5) @ hv for s in (exact_scores, scores))
+    steps = (exact, from_scores, weights @ hv, weights @ values, to_host(result).astype(np.float64), exact)
     signal, *noise = (float(np.square(a).sum()) for a in (exact, *(b - a for a, b in pairwise(steps))))
     return dict(zip(("scores", "p", "v", "accumulation", "total"), (decibels(signal, n) for n in noise), strict=True))
 

@@ -166,6 +166,8 @@ BLOCK_RULES: dict[str, BlockRuleTraits] = {
     "e8m0_nncf_small": _POWER,
     "e8m0_jax": BlockRuleTraits("E8M0", flush=True),
     "e8m0_jax_jit": BlockRuleTraits("E8M0", flush=True),
+    "e8m0_jax_011": BlockRuleTraits("E8M0", flush=True),
+    "e8m0_jax_011_jit": BlockRuleTraits("E8M0", flush=True),
     "e8m0_jax_gpu": BlockRuleTraits("E8M0"),
     "e8m0_jax_gpu_jit": BlockRuleTraits("E8M0"),
     # Rules of HiFloat4, AMCT and msmodelslim

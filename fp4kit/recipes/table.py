@@ -60,7 +60,7 @@ def recipes(of: str | None = None) -> tuple[str, ...]:
     Examples:
         >>> import fp4kit
         >>> len(fp4kit.recipes()), fp4kit.recipes()[0]
-        (260, 'nvfp4-te')
+        (264, 'nvfp4-te')
         >>> fp4kit.recipes("mxfp4-quark")
         ('mxfp4-quark-even', 'mxfp4-quark-floor', 'mxfp4-quark-ceil')
     """

@@ -207,46 +207,50 @@ def qat() -> Made:
 _JAX_SOURCE = "JAX {} jax._src.cudnn.scaled_matmul_stablehlo quantize, of jax.nn.scaled_dot_general, on {}"
 
 
-@producer("jax", "JAX", "0.10.2", package="jax")
+@producer("jax", "JAX", "0.10.2", "0.12.0.1", package="jax")
 def jax() -> Made:
     """Yield the recipes of jax.nn.scaled_dot_general: op by op and under jax.jit, on a CPU and on a GPU.
 
-    XLA on a CPU flushes subnormals, and divides by multiplying with a rounded reciprocal. A GPU keeps subnormals.
+    XLA on a CPU flushes subnormals, and divides by multiplying with a rounded reciprocal. A GPU keeps subnormals. Since
+    0.12, MXFP8 and MXFP4 are computed in float32, whatever the dtype; ids with -011 and -gpu are for 0.11.
     """
-    rules = "Zeros of a block with scale 0 have code 8. NaN elements are kept in an amax, unlike in some large arrays"
+    kept = "NaN elements are kept in an amax, unlike in some large arrays"
+    rules = f"Zeros of a block with scale 0 have code 8. {kept}"
+    cpu: dict[str, Any] = {"source": _JAX_SOURCE.format("0.12.0.1", "a CPU")}
+    old: dict[str, Any] = {"source": _JAX_SOURCE.format("0.11.2", "a CPU"), "versions": ("0.10.2", "0.11.2")}
+    gpu: dict[str, Any] = {"source": _JAX_SOURCE.format("0.11.2", "an H100"), "versions": ("0.11.2", "0.11.2")}
     on_cpu = of_format(
         NVFP4,
         "nvfp4-jax",
         "tensor_scaling=none block_rule=jax nan_code=8 amax_nan=propagate flush=True",
-        source=_JAX_SOURCE.format("0.12.0.1", "a CPU"),
         exact=f"codes and scales of config nvfp4 with global_scale 1, the default, op by op and under jit. {rules}",
-        versions=("0.10.2", "0.12.0.1"),
+        **cpu,
     )
-    mx = of_format(
-        MXFP8_E4M3,
-        "mxfp8-jax",
-        "block_rule=e8m0_jax round_scaled=True amax_nan=propagate flush=True",
-        source=_JAX_SOURCE.format("0.11.2", "a CPU"),
-        exact="codes and scales of config mxfp8, op by op. Zeros of a bfloat16 block with scale 2^-127 become NaN "
-        "(under jit on some processors only), and op by op those of a float32 block too. NaN elements are kept in an "
-        "amax, unlike in some large arrays. Since 0.12, which computes in float32, not for float16 and bfloat16; under "
-        "jit, it then equals mxfp8-jax-jit for x.astype(float32)",
-        versions=("0.10.2", "0.11.2"),
-    )
-    gpu: dict[str, Any] = {"source": _JAX_SOURCE.format("0.11.2", "an H100"), "versions": ("0.11.2", "0.11.2")}
-    on_gpu = variant(on_cpu, "nvfp4-jax-gpu", "block_rule=jax_gpu flush=False", exact=on_cpu.exact, **gpu)
+    on_gpu = variant(on_cpu, "nvfp4-jax-gpu", "block_rule=jax_gpu flush=False", **gpu)
     text = "tensor_scaling=tensor tensor_rule="
     for base, jitted, changed in ((on_cpu, "divided block_rule=jax_jit", "divided"), (on_gpu, "divided", "jax_gpu")):
         yield base
-        for suffix, rule, how in (("", changed, "op by op"), ("-jit", jitted, "under jit")):
+        for suffix, rule, how in (("", changed, "op by op"), ("-jit", jitted, "under jit, where it is a constant")):
             exact = f"codes, scales and global_scale {how}, with global_scale = amax / 2688, a normal float32. {rules}"
-            facts = gpu if base is on_gpu else {"source": _JAX_SOURCE.format("0.10.2", "a CPU"), "versions": None}
+            facts = old if suffix and base is on_cpu else {}
+            exact += ". If global_scale is an argument, and since 0.12, nvfp4-jax-global" if facts else ""
             yield variant(base, f"{base.id}-global{suffix}", f"{text}{rule}", exact=exact, **facts)
-    yield mx
-    yield variant(mx, "mxfp8-jax-jit", "block_rule=e8m0_jax_jit", exact=mx.exact.replace("op by op", "under jit", 1))
+    new, zeros = cpu | {"versions": ("0.12.0.1", "0.12.0.1")}, "Zeros of a block with scale 2^-127"
+    was = (
+        ". Zeros of a bfloat16 block with scale 2^-127 become NaN (under jit on some processors only), and op by op "
+        f"those of a float32 block too. {kept}"
+    )
     for suffix, how in (("", "op by op"), ("-jit", "under jit")):
-        rule = f"block_rule=e8m0_jax_gpu{suffix.replace('-', '_')} flush=False"
-        yield variant(mx, f"mxfp8-jax-gpu{suffix}", rule, exact=f"codes and scales of config mxfp8 {how}", **gpu)
+        nan, eight = ("", "") if suffix else (f"{zeros} become NaN. ", f"{zeros} have code 8. ")
+        for fmt, id, rule, exact, facts in (
+            (MXFP8_E4M3, "mxfp8-jax", "{} flush=True", f". {nan}{kept}", new),
+            (MXFP4, "mxfp4-jax", "{} flush=True nan_code=8", f". {eight}{kept}", new),
+            (MXFP8_E4M3, "mxfp8-jax-011", "_011{} flush=True round_scaled=True", was, old),
+            (MXFP8_E4M3, "mxfp8-jax-gpu", "_gpu{} round_scaled=True", "", gpu),
+        ):
+            text = f"block_rule=e8m0_jax{rule.format(suffix.replace('-', '_'))} amax_nan=propagate"
+            exact = f"codes and scales of config {id[:5]} {how}{exact}"
+            yield of_format(fmt, f"{id}{suffix}", text, exact=exact, **facts)
 
 
 @producer("miles", "miles", "200e6df")

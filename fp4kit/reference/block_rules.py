@@ -853,8 +853,8 @@ def _largest_inverse(recipe: Recipe, dtype: Dtype) -> Array:
     return round_to(np.asarray(ONE / recipe.element.max), dtype if dtype == np.float16 else np.dtype(np.float32))
 
 
-def code_e8m0_jax(amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
-    """Return the E8M0 code of T(amax * c), rounded up to a power of two, as JAX computes it with XLA on a CPU.
+def code_e8m0_jax_011(amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
+    """Return the E8M0 code of T(amax * c), rounded up to a power of two, as JAX 0.11 computes it on a CPU.
 
     T rounds to the dtype of the elements. c is 1 / M, rounded to float16 for float16 elements and otherwise to float32;
     M is the largest element value. Subnormal operands and results are flushed to zero. 0 gives code 0, inf gives 255,
@@ -863,8 +863,8 @@ def code_e8m0_jax(amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype
     return _jax_code(round_to(multiply_ftz(amax, _largest_inverse(recipe, dtype)), dtype))
 
 
-def factor_e8m0_jax(codes: Array, amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
-    """Return the factor that multiplies the elements of each block in JAX on a CPU: T(1 / T(2^(code - 127))).
+def factor_e8m0_jax_011(codes: Array, amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
+    """Return the factor that multiplies the elements of each block in JAX 0.11 on a CPU: T(1 / T(2^(code - 127))).
 
     T rounds to the dtype of the elements. The value of code 255 is infinite, and that of code 0 is 2^-127, or 2^-15 for
     float16 elements. Subnormals are flushed, so code 0 gives an infinite factor for float32 and bfloat16, which turns
@@ -873,16 +873,37 @@ def factor_e8m0_jax(codes: Array, amax: Array, tensor: TensorScale, recipe: Reci
     return round_to(divide_ftz(ONE, _jax_value(codes, dtype)), dtype)
 
 
+code_e8m0_jax_011_jit = code_e8m0_jax_011
+
+
+def factor_e8m0_jax_011_jit(codes: Array, amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
+    """Return the factor of each block as JAX 0.11 computes it on a CPU under jax.jit.
+
+    It differs from that of e8m0_jax_011 only for code 0 and float32 elements, where XLA computes the constant 2^127.
+    """
+    factor = factor_e8m0_jax_011(codes, amax, tensor, recipe, dtype)
+    return np.where(codes == 0, np.float32(2.0**127), factor) if dtype == np.float32 else factor
+
+
+def code_e8m0_jax(amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
+    """Return the E8M0 code of amax * fp32(1 / M), rounded up to a power of two, as JAX computes it on a CPU since 0.12.
+
+    It is the code of e8m0_jax_011 for float32 elements, whatever dtype is. M is the largest element value.
+    """
+    return code_e8m0_jax_011(amax, tensor, recipe, np.dtype(np.float32))
+
+
+def factor_e8m0_jax(codes: Array, amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
+    """Return the factor of each block in JAX on a CPU since 0.12: that of e8m0_jax_011 for float32 elements."""
+    return factor_e8m0_jax_011(codes, amax, tensor, recipe, np.dtype(np.float32))
+
+
 code_e8m0_jax_jit = code_e8m0_jax
 
 
 def factor_e8m0_jax_jit(codes: Array, amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
-    """Return the factor of each block as JAX computes it on a CPU under jax.jit.
-
-    It differs from that of e8m0_jax only for code 0 and float32 elements, where XLA computes the constant 2^127.
-    """
-    factor = factor_e8m0_jax(codes, amax, tensor, recipe, dtype)
-    return np.where(codes == 0, np.float32(2.0**127), factor) if dtype == np.float32 else factor
+    """Return the factor of each block under jax.jit since 0.12: that of e8m0_jax_011_jit for float32 elements."""
+    return factor_e8m0_jax_011_jit(codes, amax, tensor, recipe, np.dtype(np.float32))
 
 
 def code_e8m0_jax_gpu(amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
@@ -899,7 +920,7 @@ def code_e8m0_jax_gpu(amax: Array, tensor: TensorScale, recipe: Recipe, dtype: D
 def factor_e8m0_jax_gpu(codes: Array, amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
     """Return the factor that multiplies the elements of each block in JAX on a GPU: T(1 / T(2^(code - 127))).
 
-    T and the values of codes are those of e8m0_jax, but subnormals are kept. amax, tensor and recipe are not used.
+    T and the values of codes are those of e8m0_jax_011, but subnormals are kept. amax, tensor and recipe are not used.
     """
     return round_to(ONE / _jax_value(codes, dtype), dtype)
 

@@ -12,6 +12,7 @@ import fp4kit
 from fp4kit.attention import attention, error_budget, kernel_scales, quantize_p, quantize_qkv
 from fp4kit.evidence.golden.golden_set import GoldenSet
 from fp4kit.evidence.testing import assert_same_bits
+from fp4kit.layouts import kv
 
 F32, INF, NAN, normal = np.float32, np.inf, np.nan, np.random.default_rng(0).standard_normal
 RECORDED = np.load(Path(__file__).parents[1] / "data" / "attention" / "sageattention3.npz")
@@ -72,23 +73,119 @@ def test_smoothing_subtracts_means_and_delta_s_restores_them(smooth, groups):
     assert_same_bits(x.delta_s, products.astype(F32).astype(np.float16).astype(F32))
 
 
-@together("keys, unit", [(100, "exact"), (384, "sm100"), (384, "dequantized")])
-def test_attention_is_near_the_exact_one(keys, unit):
+def exact_attention(q, k, v, causal=False):
+    """Return the attention in float64. With causal, query i sees the keys up to i + keys - queries."""
+    q, k, v = (np.asarray(x, float) for x in (q, k, v))
+    s = q @ k.swapaxes(-1, -2) / q.shape[-1] ** 0.5
+    query, key = np.arange(s.shape[-2])[:, None], np.arange(s.shape[-1])
+    s = np.where(causal & (key - k.shape[-2] > query - q.shape[-2]), -INF, s)
+    p = np.exp(s - s.max(-1, keepdims=True))
+    return p / p.sum(-1, keepdims=True) @ v
+
+
+def ratio(exact, found):
+    return 10 * np.log10(np.square(exact).sum() / np.square(found.astype(float) - exact).sum())
+
+
+@together(
+    "keys, unit, causal",
+    [
+        (100, "exact", False),
+        (384, "sm100", False),
+        (384, "dequantized", False),
+        (328, "sm100", True),
+        (200, "exact", True),
+    ],
+)
+def test_attention_is_near_the_exact_one(keys, unit, causal):
     q, k, v = x = [np.float16(normal((2, n, 64)) + mean) for n, mean in ((200, 4), (keys, 4), (keys, 0))]
-    found, s = error_budget(*x, unit=unit), q.astype(float) @ k.astype(float).swapaxes(1, 2) / 8
+    options = {"unit": unit, "causal": causal}
+    found = error_budget(*x, **options)
     assert min(found["scores"], found["p"], found["v"]) > 15 and found["accumulation"] > 50 and found["total"] > 12
-    exact = (p := np.exp(s - s.max(-1, keepdims=True))) / p.sum(-1, keepdims=True) @ v.astype(float)
-    noise = np.square(attention(*x, unit=unit) - exact).sum()
-    assert found["total"] == pytest.approx(10 * np.log10(np.square(exact).sum() / noise))
-    assert error_budget(*x, unit=unit, smooth=None)["total"] < found["total"] - 3
+    assert found["total"] == pytest.approx(ratio(exact_attention(*x, causal), attention(*x, **options)))
+    assert error_budget(*x, **options, smooth=None)["total"] < found["total"] - 3
+    if causal:
+        assert error_budget(q * 0, k, v, **options)["scores"] > 100  # all scores are 0: masked keys do not count
+        return
     mean = quantize_qkv(*x).v.dequantize()[:, :keys].astype(float).mean(1, keepdims=True)
     assert abs(attention(q * 0, k, v, unit=unit) - mean).max() < 1e-3  # padded keys do not count
     k[:, 5] = NAN
     assert not attention(q, k, v, smooth=None, unit=unit).any()  # rows with a score of NaN are 0
 
 
+def test_a_causal_query_sees_no_later_key():
+    q, k, v = np.float16(normal((3, 2, 300, 64)))
+    found = attention(q, k, v, smooth=None, causal=True)
+    for i in (15, 127, 159, 255, 287):  # ends of blocks of V
+        alone = attention(q[:, i : i + 1], k[:, : i + 1], v[:, : i + 1], smooth=None)
+        assert_same_bits(found[:, i : i + 1], alone)
+    assert_same_bits(attention(q[:, 128:], k, v, smooth=None, causal=True), found[:, 128:])
+    k[:, 290:] = NAN
+    assert_same_bits(attention(q, k, v, smooth=None, causal=True)[:, :290], found[:, :290])
+
+
+def decoded(x):
+    """Return the codes times the block scales of a Quantized, in float64."""
+    values = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, 0, -0.5, -1, -1.5, -2, -3, -4, -6])[fp4kit.unpack(x.packed)]
+    return values * x.block_scale.view(ml_dtypes.float8_e4m3fn).astype(float).repeat(16, axis=-1)
+
+
+@together("dtype", [np.float16, ml_dtypes.bfloat16])
+def test_a_cache_is_read_as_flashinfers_code_reads_it(dtype):
+    q, (k, v) = normal((4, 3, 64)).astype(dtype), normal((2, 2, 20, 64)).astype(dtype)
+    q8, k, v = (fp4kit.quantize(x, id) for x, id in ((q, "fp8-modelopt"), (k, "nvfp4-vllm-kv"), (v, "nvfp4-vllm-kv")))
+    k_scale, v_scale, q8_scale = (float(x.tensor_scale) for x in (k, v, q8))
+    queries = [(q, q.astype(float), 1), (q8, q8.packed.view(ml_dtypes.float8_e4m3fn).astype(float), q8_scale)]
+    for (given, values, q_scale), causal in ((query, causal) for query in queries for causal in (False, True)):
+        found = attention(given, k, v, causal=causal, unit="exact")
+        t = F32(F32(0.125 * q_scale * k_scale) * F32(np.log2(np.e)))
+        for h, i in np.ndindex(4, 3):
+            seen = 18 + i if causal else 20
+            s = F32(values[h, i] @ decoded(k)[h // 2, :seen].T)
+            p = [F32(2.0 ** float(F32(np.longdouble(a) * t - F32(s.max() * t)))) for a in s]
+            p = np.array(p).astype(dtype).astype(float)
+            row = F32(p @ decoded(v)[h // 2, :seen]) * (F32(1) / F32(p.sum()))
+            assert_same_bits(found[h, i], (F32(row.astype(dtype)) * F32(v_scale)).astype(dtype))
+
+
+@together("id, unit", [("nvfp4-flashinfer-kv", "sm90"), ("nvfp4-flashinfer-kv-page", "sm100"), ("mxfp8-te", "exact")])
+def test_a_cache_gives_the_attention_of_its_values(id, unit):
+    q, k, v = x = [
+        normal((2, h, n, 48 if "nv" in id else 64)).astype(np.float16) for h, n in ((6, 5), (2, 70), (2, 70))
+    ]
+    stored = [fp4kit.quantize(a, id) for a in (k, v)]
+    near = ratio(
+        exact_attention(q, *(fp4kit.dequantize(a, F32).repeat(3, axis=1) for a in stored)), attention(q, *stored)
+    )
+    assert near > 55
+    for causal in (False, True):
+        options = {"causal": causal, "unit": unit}
+        found, out = error_budget(*x, operands=(q, *stored), **options), attention(q, *stored, **options)
+        exact = exact_attention(q, k.repeat(3, axis=1), v.repeat(3, axis=1), causal)
+        assert found["total"] == pytest.approx(ratio(exact, out))
+        assert min(found["scores"], found["v"]) > 15 and min(found["p"], found["accumulation"]) > 60
+    for i in range(5):  # with causal, as without the later keys
+        alone = attention(q[:, :, i : i + 1], *(a[:, :, : 66 + i] for a in stored), unit=unit)
+        assert_same_bits(out[:, :, i : i + 1], alone)
+
+
+def test_pages_of_a_cache_are_operands():
+    q, x = normal((4, 7, 64)).astype(np.float16), normal((2, 7, 4, 64)).astype(np.float16)
+    cache = kv.KV_LAYOUTS["vllm-hnd-swizzled"].zeros(kv.PageShape(2, block_size=4, heads=4, head_dim=64))
+    parts = fp4kit.quantize_kv(cache, *x, range(1, 8), k_scale=0.01, v_scale=0.02).read(range(1, 8))
+    by_head = [part.swapaxes(0, 1) for part in parts]
+    stored = [
+        fp4kit.Quantized.from_parts(*by_head[i : i + 2], F32(scale), recipe="nvfp4-vllm-kv", dtype=q.dtype)
+        for i, scale in ((0, 0.01), (2, 0.02))
+    ]
+    values = fp4kit.dequantize_kv(cache, range(1, 8), k_scale=0.01, v_scale=0.02)
+    exact = exact_attention(q, *(a.swapaxes(0, 1) for a in values), causal=True)
+    assert ratio(exact, attention(q, *stored, causal=True)) > 55
+
+
 def test_wrong_arguments():
     x, s = np.zeros((2, 5, 64), np.float16), np.zeros((2, 32), F32)
+    q = fp4kit.quantize(x, "nvfp4-flashinfer-kv")
     for call, message in (
         (lambda: quantize_qkv(x, x.astype(ml_dtypes.bfloat16), x), "k is bfloat16; needs q, k and v to be all float16"),
         (lambda: attention(*[x[..., :48]] * 3), "head_dim 64 or 128"),
@@ -97,6 +194,20 @@ def test_wrong_arguments():
         (lambda: quantize_p(s[:, :31], 1), "N a multiple of 32"),
         (lambda: quantize_p(x, 1), "s is float16"),
         (lambda: quantize_p(s, 0), "needs a positive finite"),
+        (lambda: attention(x, x[:, :4], x[:, :4], causal=True), "5 queries and 4 keys; needs keys - queries to be 0"),
+        (lambda: attention(np.zeros((133, 64), np.float16), x[0], x[0], causal=True), "133 queries and 5 keys"),
+        (lambda: attention(x[:, :2], x, x, causal=True), "or a multiple of 128"),
+        (lambda: attention(x, x, x, causal=2), "causal is 2; needs True or False"),
+        (lambda: attention(x, q, x), "v is not Quantized; needs k and v to be both arrays or both Quantized"),
+        (lambda: attention(x.astype(F32), q, q), "q is float32; needs float16 or bfloat16"),
+        (lambda: attention(x, q[:, :4], q[:, :4], causal=True), "with causal, it may be smaller"),
+        (lambda: attention(x[..., :32], q, q), "needs one shape"),
+        (lambda: attention(x[0], q, q), "needs one shape"),
+        (
+            lambda: attention(x, q, fp4kit.quantize(x, "nvfp4-flashinfer-token")),
+            "v has 10 tensor scales; needs at most one",
+        ),
+        (lambda: error_budget(x, x, x, operands=(x, q[:1], q)), "other shapes than q, k and v"),
         (lambda: kernel_scales(fp4kit.quantize(s, "nvfp4")), "needs multiples of 64 and 4"),
     ):
         with pytest.raises((TypeError, ValueError), match=message):

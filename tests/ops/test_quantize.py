@@ -137,7 +137,7 @@ def test_the_input_is_not_modified(name):
 
 # Parts of the names of recipes that round intermediate results to the dtype of x, so that float32 gives other codes.
 IN_THE_DTYPE = ("compressed-tensors", "quark-floor", "quark-ceil", "sglang", "qwix", "mlx-cpu")
-IN_THE_DTYPE += ("fp8-comfy-kitchen", "nvfp4-comfy-kitchen", "mxfp8-jax")
+IN_THE_DTYPE += ("fp8-comfy-kitchen", "nvfp4-comfy-kitchen", "mxfp8-jax-011", "mxfp8-jax-gpu")
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if not any(part in name for part in IN_THE_DTYPE)])

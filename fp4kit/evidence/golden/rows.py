@@ -411,7 +411,9 @@ def _jax() -> Iterator[GoldenRow]:
         for jit in ("", "_jit"):  # a variant with jit has only the arrays that differ from those without
             suffix = jit.replace("_", "-")
             yield GoldenRow(f"nvfp4-jax{place}-global{suffix}", file, f"nvfp4_global{jit}")
-            yield GoldenRow(f"mxfp8-jax{place}{suffix}", file, f"mxfp8{jit}")
+            yield GoldenRow(f"mxfp8-jax{place or '-011'}{suffix}", file, f"mxfp8{jit}")
+    for id in ("mxfp8-jax", "mxfp8-jax-jit", "mxfp4-jax", "mxfp4-jax-jit"):
+        yield GoldenRow(id, "producers_cpu", id)
 
 
 def _miles() -> Iterator[GoldenRow]:

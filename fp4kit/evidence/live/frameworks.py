@@ -355,16 +355,14 @@ def _qwix_quantize(x: np.ndarray, kind: str) -> Parts:
     return parts(x, codes, exponent_field(scale).astype(np.uint8), fake=values)
 
 
-def _jax_quantize(x: np.ndarray, mode: str, jitted: bool = False) -> Parts:
+def _jax_quantize(x: np.ndarray, mode: str, *, jitted: bool = False) -> Parts:
     """Quantize x with the quantizer of jax.nn.scaled_dot_general, as XLA computes it on a CPU, 16 blocks at a time."""
     import jax
     import jax.numpy as jnp
     from jax._src.cudnn import scaled_matmul_stablehlo as producer
 
-    size, element, scale = (
-        (16, "float4_e2m1fn", "float8_e4m3fn") if mode == "nvfp4" else (32, "float8_e4m3fn", "float8_e8m0fnu")
-    )
-    g = None if mode == "mxfp8" else np.float32(1)
+    size, scale, g = (16, "float8_e4m3fn", np.float32(1)) if mode == "nvfp4" else (32, "float8_e8m0fnu", None)
+    element = "float8_e4m3fn" if mode == "mxfp8" else "float4_e2m1fn"
     blocks = np.zeros((-(-x.size // size // 16), 16, size), x.dtype)
     blocks.reshape(-1, size)[: x.size // size] = x.reshape(-1, size)
 
@@ -386,10 +384,14 @@ JAX = Adapter(
     needs=("jax._src.cudnn.scaled_matmul_stablehlo",),
     calls={
         "nvfp4-jax": ProducerCall(partial(_jax_quantize, mode="nvfp4")),
-        # JAX 0.12 computes float16 and bfloat16 in float32.
-        "mxfp8-jax": ProducerCall(partial(_jax_quantize, mode="mxfp8"), last="0.11.99"),
+        **{
+            f"{mode}-jax{jit}": ProducerCall(partial(_jax_quantize, mode=mode, jitted=bool(jit)), first="0.12")
+            for mode in ("mxfp4", "mxfp8")
+            for jit in ("", "-jit")
+        },
+        "mxfp8-jax-011": ProducerCall(partial(_jax_quantize, mode="mxfp8"), last="0.11.99"),
         # XLA of some processors folds the reciprocal of bfloat16, and then leaves zeros of a zero block.
-        "mxfp8-jax-jit": ProducerCall(
+        "mxfp8-jax-011-jit": ProducerCall(
             partial(_jax_quantize, mode="mxfp8", jitted=True), ("float32", "float16"), last="0.11.99"
         ),
     },

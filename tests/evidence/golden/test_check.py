@@ -101,13 +101,17 @@ def flip_a_byte(array):
     return array
 
 
+# Variants under jax.jit have only arrays that differ from those without, such as amax_sweep.
+ORDINARY = ("normal__bf16", "wide_blocks__f16", "normal__f32", "amax_sweep__bf16", "exponent_sweep__f32")
+
+
 def a_recorded_array(name, golden):
     """Return (file, key) of a recorded array of ordinary data with which the recipe `name` is compared.
 
     Raises LookupError if there is none.
     """
     for row in ROWS:
-        for x in ("normal__bf16", "wide_blocks__f16", "normal__f32") if row.recipe == name else ():
+        for x in ORDINARY if row.recipe == name else ():
             if not row.takes(x, golden.input(x, row.file).size):
                 continue
             codes = ("output", "dequant") if row.fake else ("codes", "dequant", "scales")

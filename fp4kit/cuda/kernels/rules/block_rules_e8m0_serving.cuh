@@ -301,8 +301,8 @@ struct block_e8m0_deepseek_fp8 : inverse_factor {
 
 // ---- rules of JAX, miles and NNCF
 
-// XLA on a CPU flushes subnormals, and takes 1 / max as a constant of float16 or float32. On a GPU it divides float16
-// amaxes, except that jax.jit (kJit) makes it multiply by a constant of type In.
+// JAX up to 0.11: XLA on a CPU flushes subnormals, and takes 1 / max as a constant of float16 or float32. On a GPU it
+// divides float16 amaxes, except that jax.jit (kJit) makes it multiply by a constant of type In.
 template <bool kGpu, bool kJit>
 struct jax_power : by_code {
   static constexpr bool kReadsInput = true;
@@ -324,10 +324,25 @@ struct jax_power : by_code {
     return round_to<In>(kGpu ? 1.0f / value : div_ftz(1.0f, value));
   }
 };
-struct block_e8m0_jax : jax_power<false, false> {};
-struct block_e8m0_jax_jit : jax_power<false, true> {};
+struct block_e8m0_jax_011 : jax_power<false, false> {};
+struct block_e8m0_jax_011_jit : jax_power<false, true> {};
 struct block_e8m0_jax_gpu : jax_power<true, false> {};
 struct block_e8m0_jax_gpu_jit : jax_power<true, true> {};
+
+// JAX since 0.12 computes in float32, whatever the type of the elements.
+template <bool kJit>
+struct jax_float32 : by_code {
+  template <class R, class In>
+  FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
+    return jax_power<false, kJit>::template code<R, Float32>(amax, t);
+  }
+  template <class R, class In>
+  FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) {
+    return jax_power<false, kJit>::template factor<R, Float32>(code, amax, t);
+  }
+};
+struct block_e8m0_jax : jax_float32<false> {};
+struct block_e8m0_jax_jit : jax_float32<true> {};
 
 template <bool kDsv4>
 struct miles_ceil : block_e8m0_modelopt {
