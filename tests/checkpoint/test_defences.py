@@ -13,10 +13,10 @@ cli/test_guard: test_kills*; run/test_staging: test_link*_in_the_partial_directo
 | 7 configs | model/test_model_files: test_source_with_bad_config; here test_hostile_config, test_config_of_any_size |
 | 8 other files in the directory | test_files_beside |
 | 9 resource limits | test_hostile_header (2^40 elements), test_config_of_any_size, convert/test_failures: test_space_*, \
-run/test_memory |
+run/test_prefetch |
 | 10 numbers | test_nan_scales, test_nan_tensor_scale; convert/test_failures: test_nonfinite_*, test_subnormal_* |
 | 11 locks; only a run with equal source and options is resumed | run/test_staging: test_two_runs_*, test_lock_*; \
-convert/test_journal: test_other_* |
+convert/test_failures: test_other_* |
 | 12 strict flags; the environment changes no byte | cli/test_convert; run/test_executors: test_environment_* |
 | 13 manifest | model/test_manifest |
 """  # noqa: E501

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
+
 import numpy as np
 import pytest
 from host import cupy_on_host as cupy
+from host.cache import Cache
 from host.compiler import Compiler, require_compiler
 from host.device_memory import UNIT
 from host.libraries import Libraries
@@ -203,3 +206,18 @@ def test_without_a_compiler(monkeypatch, tmp_path, in_ci):
     outcome = pytest.fail.Exception if in_ci else pytest.skip.Exception
     with pytest.raises(outcome, match=r"no C\+\+ compiler found \(looked for no-such-compiler\)"):
         require_compiler(tmp_path)
+
+
+def test_a_program_is_compiled_again_when_a_header_changes(tmp_path, monkeypatch):
+    compiler = Compiler((require_compiler(tmp_path).command[0],))
+    monkeypatch.setattr("host.compiler.shared", lambda: Cache(tmp_path / "kept"))
+    compiled, real = [], Compiler._compile
+    monkeypatch.setattr(Compiler, "_compile", lambda *args: compiled.append(args[0]) or real(*args))
+    text = '#include "first.h"\nint main() { return ANSWER; }\n'
+    (tmp_path / "first.h").write_text('  #  include "answer.h"\n')
+    for answer, times in (("3", 1), ("3\n\n// A comment.", 1), ("4", 2)):
+        (tmp_path / "answer.h").write_text(f"#define ANSWER {answer}\n")
+        compiler.build(text, tmp_path / "program", tmp_path)
+        assert (subprocess.run([tmp_path / "program"]).returncode, len(compiled)) == (int(answer[0]), times)
+    Compiler((*compiler.command, "-O1")).build(text, tmp_path / "program", tmp_path)
+    assert len(compiled) == 3, "other flags make another program"
