@@ -13,6 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import synthetic
+from exhaustive import every
 
 import fp4kit
 from fp4kit import Contract, dequantize, fake_quantize, parity, quantize, recipe
@@ -296,11 +297,11 @@ def test_a_mismatch_is_found_and_named(mismatch):
     assert re.search(mismatch.text, layer.setting), layer.setting
 
 
-@pytest.mark.parametrize("mismatch", MISMATCHES.values(), ids=MISMATCHES)
-def test_sides_without_the_mismatch_are_equal(mismatch):
+@pytest.mark.parametrize("name", every(4, MISMATCHES))
+def test_sides_without_the_mismatch_are_equal(name):
     """The same comparison without the injected fault finds nothing, so the fault alone is what the report names."""
-    for side in (mismatch.train, mismatch.rollout):
-        assert parity(side, side, weights=mismatch.weights).equal
+    for side in MISMATCHES[name][:2]:
+        assert parity(side, side, weights=MISMATCHES[name].weights).equal
 
 
 def test_the_faulty_side_is_named_also_if_it_is_the_trainer():

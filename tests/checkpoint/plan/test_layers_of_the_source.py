@@ -80,7 +80,7 @@ def test_unquantized_layers_stay_and_codes_are_kept(name: str, source: Any, tmp_
         assert [issue for issue in verify(out, model).issues if issue.severity == "error"] == []
 
 
-@pytest.mark.parametrize("name", every(4, [name for name in SOURCES if not name.startswith(("gguf", "gpt-oss"))]))
+@pytest.mark.parametrize("name", every(8, [name for name in SOURCES if not name.startswith(("gguf", "gpt-oss"))]))
 def test_no_format_and_no_recipe_quantizes_them(name: str, source: Any) -> None:
     """In every format and by every recipe, attention stays, unless --include names it. Exclusion lists name it."""
     model, seen = source(name), 0
