@@ -93,7 +93,7 @@ WRONG = [
 NOT_CALLED = {"engine", "get_include", "get_library", "num_threads", "specification", "units"}  # they take no arguments
 # cast_master_weights makes a MasterWeightsPlan, so it raises the plan's errors. threads raises only when it is entered.
 NOT_CALLED |= {"MasterWeightsPlan", "threads"}
-NOT_CALLED |= {"open_checkpoint"}  # its errors name the file (tests/checkpoint/model/test_quantized_layers.py)
+NOT_CALLED |= {"open_checkpoint"}  # its errors name the file (tests/checkpoint/model/test_layers.py)
 
 
 @pytest.fixture(autouse=True)

@@ -27,7 +27,7 @@ CONFIG |= {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 
 ATTENTION, MLP = "model.layers.0.self_attn", "model.layers.0.mlp"
 SHAPES = {f"{ATTENTION}.{n}_proj": (128, 128) for n in "qkvo"}
 SHAPES |= {f"{MLP}.gate_proj": (256, 128), f"{MLP}.up_proj": (256, 128), f"{MLP}.down_proj": (128, 256)}
-DOWN, QUERY = f"{MLP}.down_proj", f"{ATTENTION}.q_proj"
+DOWN = f"{MLP}.down_proj"
 Tensors = dict[str, np.ndarray]
 Edit = Callable[[Tensors], Tensors]
 

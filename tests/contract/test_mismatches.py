@@ -34,7 +34,7 @@ EXPERTS = {f"m.experts.{i}.up_proj": RNG.standard_normal((64, 64), np.float32) f
 WHOLE = np.where(np.arange(64) == 0, 2688, np.random.default_rng(50).integers(-6, 7, (64, 64))).astype(BF16)
 AGREED = {"m.a_proj": WHOLE, "m.b_proj": WHOLE[::-1], "m.up_proj": W["m.up_proj"]}
 LATE = {name: (w + 0.01 * RNG.standard_normal(w.shape)).astype(np.float32) for name, w in EXPERTS.items()}
-OCP, TE, FP8, INT4 = (recipe(id) for id in ("mxfp4-ocp", "nvfp4-te", "fp8-transformers-block", "int4-qat"))
+OCP, FP8, INT4 = (recipe(id) for id in ("mxfp4-ocp", "fp8-transformers-block", "int4-qat"))
 
 
 def served(weights, r="nvfp4-te", **changes):

@@ -139,6 +139,7 @@ def test_recipes_are_checked_against_the_selection(installed):
     assert re.search(r"\n(\d\d+) of \1 arrays are equal in every bit; 0 unequal\n$", output)
 
 
+@pytest.mark.exhaustive
 def test_fp4kit_evidence_has_all_recordings(installed, tmp_path):
     """Beside the wheel of fp4kit, the wheel of fp4kit-evidence gives the counts of a checkout."""
     source = tmp_path / "clone"

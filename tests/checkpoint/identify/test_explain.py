@@ -841,7 +841,7 @@ def test_blocks_in_which_two_scales_are_equally_good() -> None:
     assert not again.recipes
 
 
-@pytest.mark.parametrize("spread", [0.5, 1.5])
+@pytest.mark.parametrize("spread", [0.5, *exhaustive([1.5])])
 def test_a_search_with_an_importance_matrix(spread: float) -> None:
     """identify names auto-round's importance matrix as the cause of scales searched with errors weighted per column.
 

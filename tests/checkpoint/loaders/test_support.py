@@ -197,7 +197,7 @@ def sizes(*layers: Weight, **config: Any) -> tuple[int, ...]:
     return found.tensor
 
 
-MLP, ATTENTION, EXPERT = "model.layers.0.mlp", "model.layers.0.self_attn", "model.layers.0.mlp.experts.0"
+MLP, ATTENTION = "model.layers.0.mlp", "model.layers.0.self_attn"
 TABLE = [  # (layers, entries of config.json, allowed sizes)
     ([layer(f"{MLP}.down_proj", (128, 1856))], {}, (1, 2, 4)),  # 232 of 16
     ([layer(f"{MLP}.gate_proj", (1856, 128))], {}, SIZES),  # rows do not cut blocks of one row

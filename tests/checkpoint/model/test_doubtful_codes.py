@@ -47,7 +47,6 @@ from fp4kit.storage.files import CheckpointError
 Bytes = npt.NDArray[np.uint8]
 Floats = npt.NDArray[np.float64]
 SIZE = 128
-FOREIGN = Path(__file__).parents[2] / "data" / "foreign"
 
 
 def form_of(recipe: Recipe) -> Container | None:
@@ -446,7 +445,7 @@ def test_roles() -> None:
     assert [role_of(name) for name in names] == roles
 
 
-E4M3, FOREIGN_PARTS = np.dtype(ml_dtypes.float8_e4m3fn), Path(__file__).parents[2] / "data" / "foreign"
+E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 ATTENTION, MLP = "model.layers.0.self_attn", "model.layers.0.mlp"
 SHAPES = {
     **{f"{ATTENTION}.{name}": shape for name, shape in (("q_proj", (96, 64)), ("o_proj", (64, 96)))},
