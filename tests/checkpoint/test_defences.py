@@ -18,7 +18,7 @@ run/test_prefetch |
 | 11 locks; only a run with equal source and options is resumed | run/test_staging: test_two_runs_*, test_lock_*; \
 convert/test_runs: test_other_* |
 | 12 strict flags; the environment changes no byte | cli/test_convert; run/test_executors: test_environment_* |
-| 13 manifest | model/test_manifest |
+| 13 manifest | model/test_model_files: test_manifest_* |
 """  # noqa: E501
 
 from __future__ import annotations

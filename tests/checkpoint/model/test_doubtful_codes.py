@@ -18,6 +18,7 @@ import oracle
 import pytest
 import synthetic
 from changed_bytes import change
+from exhaustive import half
 from synthetic import refused
 from together import together
 
@@ -350,7 +351,7 @@ WRITTEN = [
 ]
 
 
-@pytest.fixture(scope="module", params=WRITTEN, ids=lambda case: f"{case[0]}-{case[1]}")
+@pytest.fixture(scope="module", params=half(WRITTEN), ids=lambda case: f"{case[0]}-{case[1]}")
 def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, synthetic.Tensors]:
     """Convert layers with peers, dense ones and experts, to one container. Return the directory and its tensors."""
     root = tmp_path_factory.mktemp("peers")
