@@ -5,20 +5,20 @@
 | 1 no shell, no pickle, no code of the model | test_no_way_to_run_code, test_code_of_the_model_is_not_run |
 | 2 shard names, links, pipes | model/test_model_files: test_shard_name_*, test_index_leads_out, test_shard_link_that_leads_out, \
 test_names_that_differ_in_case; here test_pipe_instead_of_a_shard, test_shard_that_is_replaced |
-| 3 the output is new, apart from the source, and appears whole | convert/test_failures: test_destination_*; \
+| 3 the output is new, apart from the source, and appears whole | convert/test_runs: test_destination_*; \
 cli/test_guard: test_kills*; run/test_staging: test_link*_in_the_partial_directory*; here test_output_is_private |
 | 4 headers | model/test_model_files: test_malformed_*, test_key_twice_*; here test_hostile_header |
 | 5 the index and the shards agree | model/test_model_files: test_index_*, test_tensor_in_two_files, test_unindexed_series_* |
 | 6 names are data | model/test_model_files: test_shown_*; here test_names_are_data, test_patterns_take_no_time |
 | 7 configs | model/test_model_files: test_source_with_bad_config; here test_hostile_config, test_config_of_any_size |
 | 8 other files in the directory | test_files_beside |
-| 9 resource limits | test_hostile_header (2^40 elements), test_config_of_any_size, convert/test_failures: test_space_*, \
-run/test_memory |
-| 10 numbers | test_nan_scales, test_nan_tensor_scale; convert/test_failures: test_nonfinite_*, test_subnormal_* |
+| 9 resource limits | test_hostile_header (2^40 elements), test_config_of_any_size, convert/test_runs: test_space_*, \
+run/test_prefetch |
+| 10 numbers | test_nan_scales, test_nan_tensor_scale; convert/test_runs: test_nonfinite_*, test_subnormal_* |
 | 11 locks; only a run with equal source and options is resumed | run/test_staging: test_two_runs_*, test_lock_*; \
-convert/test_journal: test_other_* |
+convert/test_runs: test_other_* |
 | 12 strict flags; the environment changes no byte | cli/test_convert; run/test_executors: test_environment_* |
-| 13 manifest | model/test_manifest |
+| 13 manifest | model/test_model_files: test_manifest_* |
 """  # noqa: E501
 
 from __future__ import annotations

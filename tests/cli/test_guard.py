@@ -1,9 +1,12 @@
-"""Test the commands under real signals: they print no traceback, exit with a documented code, and report truly what is
-left.
+"""Test the commands under real signals and with output streams that fail, such as full disks.
+
+They print no traceback, exit with a documented code, and report truly what is left.
 """
 
 from __future__ import annotations
 
+import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,11 +15,27 @@ from pathlib import Path
 import numpy as np
 import pytest
 import synthetic
-from exhaustive import exhaustive
-from processes import CODES, MKDIR, RENAME, START, WORDS, Run, command, content, ended, environment, events, signalled
+from exhaustive import exhaustive, half
+from processes import (
+    CODES,
+    MKDIR,
+    RENAME,
+    START,
+    WORDS,
+    Run,
+    command,
+    content,
+    ended,
+    environment,
+    events,
+    on_terminal,
+    read_to_the_end,
+    signalled,
+    with_terminal,
+)
 
 from fp4kit import startup
-from fp4kit.checkpoint import staging
+from fp4kit.checkpoint import convert, staging
 
 ONE = [signal.SIGINT, *exhaustive(number for number in CODES if number != signal.SIGINT)]
 
@@ -261,3 +280,107 @@ identify._print_checkpoint = lambda *arguments: 1 / 0
 )
 def test_processes_that_count_as_the_command(argv: list[str], original: list[str], expected: bool) -> None:
     assert startup.is_command(argv, original) is expected
+
+
+@pytest.fixture(scope="module")
+def converted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a folder with a model `m` and its converted form `whole`."""
+    folder = tmp_path_factory.mktemp("streams")
+    synthetic.bert(folder / "m")
+    convert(folder / "m", folder / "whole")
+    return folder
+
+
+def large(folder: Path) -> Path:
+    """Write a checkpoint whose listing exceeds a pipe's buffer; return its path."""
+    synthetic.write_file(
+        folder / "large.safetensors", {f"layer.{i:04}.weight": np.zeros(1, np.float32) for i in range(4000)}
+    )
+    return folder / "large.safetensors"
+
+
+READ = [(0, (), ""), (5000, ("--json",), "")]  # (bytes that are read, options, PYTHONUNBUFFERED)
+READ += exhaustive([(1, (), "1"), (70000, (), ""), (0, ("--json",), "1"), (70000, ("--json",), "1")])
+
+
+@pytest.mark.parametrize("case", READ, ids=str)
+def test_a_reader_that_goes_away(tmp_path: Path, case: tuple[int, tuple[str, ...], str]) -> None:
+    size, options, unbuffered = case
+    process = command("inspect", large(tmp_path), *options, text=False, env=environment(PYTHONUNBUFFERED=unbuffered))
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.read(size)
+    process.stdout.close()
+    assert process.stderr.read() == b"" and process.wait() == 141
+    process.stderr.close()
+
+
+@pytest.mark.parametrize("arguments", [["recipes", "--json"], *exhaustive([["--help"], ["formats"]])], ids=" ".join)
+def test_a_pipe_that_was_closed_before(arguments: list[str]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    run = ended(command(*arguments, stdout=writer))
+    os.close(writer)
+    assert (run.code, run.err) == (141, "")
+
+
+def test_a_conversion_without_a_reader_is_complete(converted: Path, tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    run = ended(command("convert", converted / "m", tmp_path / "out", stdout=writer))
+    os.close(writer)
+    assert (run.code, run.err) == (141, f"fp4kit convert: standard output was closed; {tmp_path / 'out'} is complete\n")
+    assert content(tmp_path / "out") == content(converted / "whole")
+
+
+def test_a_full_disk_behind_stdout(converted: Path, tmp_path: Path) -> None:
+    with open("/dev/full", "w") as full:
+        run = ended(command("convert", converted / "m", tmp_path / "out", stdout=full))
+        message = f"fp4kit convert: standard output: No space left on device; {tmp_path / 'out'} is complete\n"
+        assert (run.code, run.err) == (2, message)
+        run = ended(command("--help", stdout=full))
+        assert (run.code, run.err) == (2, "fp4kit: standard output: No space left on device\n")
+
+
+@pytest.mark.parametrize("closed", half(["1>&-", "1>&- 2>&-", "0<&- 1>&- 2>&-", "2>&-"]))
+def test_streams_that_were_closed_before(converted: Path, tmp_path: Path, closed: str) -> None:
+    """If a standard stream is closed at the start, no output file may get its descriptor and receive messages."""
+    script = f'exec "{sys.executable}" -m fp4kit convert "{converted / "m"}" "{tmp_path / "out"}" {closed}'
+    run = subprocess.run(["sh", "-c", script], capture_output=True, text=True, env=environment(), timeout=60)
+    assert (run.returncode, run.stderr) == (0, "")
+    assert content(tmp_path / "out") == content(converted / "whole")
+
+
+@pytest.mark.exhaustive
+def test_a_terminal_of_60_columns(converted: Path, tmp_path: Path) -> None:
+    """On a narrow terminal, no line is too long, no name is cut, and the progress line is erased at the end."""
+    synthetic.moe(tmp_path / "m")
+    code, text = on_terminal(60, "convert", str(tmp_path / "m"), str(tmp_path / "out"))
+    assert code == 0
+    drawn = re.findall(r"\rconverting \d+%  [\d.]+ \w+ of [\d.]+ \w+[^\r]*", text)
+    assert drawn and all(len(line) <= 60 for line in drawn)
+    lines = text.replace("\r\n", "\n").rpartition("\r")[2].splitlines()
+    assert max(len(line) for line in lines if str(tmp_path) not in line) <= 60  # paths are not wrapped
+    code, text = on_terminal(60, "convert", str(tmp_path / "m"), str(tmp_path / "new"), "--dry-run")
+    lines = text.replace("\r\n", "\n").splitlines()
+    assert code == 0 and max(map(len, lines)) <= 60 and "model.layers.1.mlp.experts.3.down_proj.weight" in lines
+    code, text = on_terminal(60, "convert", str(tmp_path / "m"), str(tmp_path / "new"), "--dry-run", "--quiet")
+    assert (code, text) == (0, "")
+
+
+def test_interrupted_on_a_terminal(tmp_path: Path, converted: Path) -> None:
+    """Ctrl-C on a terminal ends the command with a last line that is true.
+
+    Cursor and color of the terminal are unchanged.
+    """
+    x = {f"layers.{i}.weight": synthetic.random(str(i), (1024, 4096)) for i in range(6)}
+    synthetic.write_model(tmp_path / "m", {}, x)
+    process, other_end = with_terminal(80, "convert", tmp_path / "m", tmp_path / "out")
+    written = b""
+    while b"converting" not in written:
+        written += os.read(other_end, 65536)
+    os.write(other_end, b"\x03")
+    written += read_to_the_end(other_end)
+    assert process.wait(60) == 130
+    assert b"\x1b" not in written and b"Traceback" not in written
+    last, names = written.rpartition(b"\r ")[2], {path.name for path in tmp_path.iterdir()}
+    assert f"interrupted; nothing was written as {tmp_path / 'out'}".encode() in last and names <= {"m", ".out.partial"}

@@ -5,6 +5,7 @@ from dataclasses import replace
 import ml_dtypes
 import numpy as np
 import pytest
+from exhaustive import half
 
 import fp4kit
 from fp4kit import Contract, parity
@@ -541,7 +542,7 @@ def test_every_part_of_a_recipe_is_named():
 
 
 @pytest.mark.parametrize(
-    "recipe", ["nvfp4-te", "nvfp4-compressed-tensors", "nvfp4-te-rowscaled", "nvfp4-fouroversix", "fp8-modelopt"]
+    "recipe", half(["nvfp4-te", "nvfp4-compressed-tensors", "nvfp4-te-rowscaled", "nvfp4-fouroversix", "fp8-modelopt"])
 )
 def test_weights_with_nan(recipe):
     w = RNG.standard_normal((64, 64), np.float32)

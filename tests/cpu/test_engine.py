@@ -121,7 +121,7 @@ def arrays(dtype):
     yield x
 
 
-EVERYTHING = every(5, [(name, FLOATS[i % 3]) for i, name in enumerate(RECIPES)])
+EVERYTHING = every(8, [(name, FLOATS[i % 3]) for i, name in enumerate(RECIPES)])
 
 
 @pytest.mark.parametrize("pair", EVERYTHING, ids=lambda pair: f"{pair[0]}-{pair[1]}")

@@ -23,7 +23,7 @@ from fp4kit.recipes import RECIPES
 pytestmark = NEEDS_ENGINE
 NAMES = [id for id, r in RECIPES.items() if r.four_over_six]
 ONE_ROW = [id for id in NAMES if RECIPES[id].block_rows == 1 and RECIPES[id].tensor_scaling == "tensor"]
-PAIRS = [(name, FLOATS[i % 3]) for i, name in enumerate(NAMES)]
+PAIRS = half((name, FLOATS[i % 3]) for i, name in enumerate(NAMES))
 PAIRS += exhaustive((name, dtype) for i, name in enumerate(NAMES) for dtype in FLOATS if dtype != FLOATS[i % 3])
 
 

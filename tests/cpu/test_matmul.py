@@ -65,7 +65,7 @@ def test_nothing_behind_an_operand_is_read(pair) -> None:
     unit, left, right = pair
     rng = np.random.default_rng(5)
     for M, N, K in ((4, 4, 128), (1, 17, 128), (5, 3, 1024)):
-        for _ in range(6):
+        for _ in range(3):
             a, b = (drawn(rng, kind, n, K) for kind, n in ((left, M), (right, N)))
             for i, x in enumerate((a, b)):
                 parts = {name: getattr(x, name, None) for name in ("packed", "block_scale")}

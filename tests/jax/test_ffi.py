@@ -16,7 +16,6 @@ from fp4kit.evidence.testing import assert_same_bits
 from fp4kit.quantized.container import PARTS
 
 jax = pytest.importorskip("jax")
-jnp = importlib.import_module("jax.numpy")
 fj = importlib.import_module("fp4kit.jax")
 calls = importlib.import_module("fp4kit.jax.calls")
 ffi = importlib.import_module("fp4kit.jax.calls")

@@ -1,6 +1,6 @@
 """Test fp4kit.jax: values and gradients are bit-identical to fp4kit's, eagerly and under jit, grad, vmap and scan.
 
-A Quantized is a pytree.
+A Quantized is a pytree, and linear equals the formulas of its docstring.
 """
 
 import gc
@@ -11,6 +11,7 @@ import subprocess
 import sys
 import textwrap
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -18,7 +19,7 @@ import wrong_calls
 from exhaustive import exhaustive
 from inputs import BF16, NAMES, ordinary
 from together import together
-from wrong_calls import RANDOM, codes, fake
+from wrong_calls import RANDOM, codes, fake, linear
 
 import fp4kit
 from fp4kit.evidence.testing import assert_same_bits
@@ -28,7 +29,6 @@ jnp = importlib.import_module("jax.numpy")
 fj = importlib.import_module("fp4kit.jax")
 
 
-SHAPE = (128, 128)
 VARIANT = replace(fp4kit.recipe("mxfp4-ocp"), id="mxfp4-sixteen", block=(1, 16))
 VARIED = ["nvfp4-te", "mxfp4", "nvfp4-te-2d", VARIANT]
 SMALL, OTHER = ordinary(1, (32, 64)), ordinary(2, (32, 64))
@@ -357,3 +357,64 @@ def test_results_are_where_the_argument_is_and_move_as_it_does():
     command = [sys.executable, "-c", textwrap.dedent(program)]
     found = subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True, timeout=300)
     assert found.returncode == 0, found.stderr
+
+
+M, N, K = 32, 64, 96
+X, W = ordinary(1, (M, K)), ordinary(2, (N, K))
+TE = {"recipe_x": "nvfp4-te", "recipe_w": "nvfp4-te-2d"}
+
+
+def loss_of(x, **options):
+    return (fj.linear(x, W, **TE, **options) ** 2).sum()
+
+
+def test_seeds_may_be_traced_and_maps_are_loops():
+    random = {"backward": "quantized", "rounding": "stochastic"}
+    traced = jax.jit(jax.grad(lambda x, seed: loss_of(x, seed=seed, **random)))
+    for seed in (4, 5):
+        found = traced(X, jnp.int32(seed))
+        assert_same_bits(np.asarray(found), np.asarray(jax.grad(partial(loss_of, seed=seed, **random))(jnp.asarray(X))))
+    stack, gradient = jnp.stack([X, X * 3]), jax.grad(partial(loss_of, seed=4, **random))
+    for each, one in zip(jax.vmap(gradient)(stack), stack, strict=True):
+        assert_same_bits(np.asarray(each), np.asarray(gradient(one)))
+
+
+@pytest.mark.exhaustive
+def test_gradients_of_gradients():
+    """Second derivatives are those of the straight-through rule, and an error for quantized gradients."""
+    x = jnp.asarray(X[:16])
+
+    def second(loss):
+        return np.asarray(jax.grad(lambda x: (jax.grad(loss)(x) ** 2).sum())(x))
+
+    def by_rule(x):
+        rule = fj.fake_quantize(x, "nvfp4-te") @ fp4kit.fake_quantize(W, "nvfp4-te-2d").T
+        return ((rule + jax.lax.stop_gradient(fj.linear(x, W, **TE) - rule)) ** 2).sum()
+
+    expected = second(by_rule)
+    np.testing.assert_allclose(second(loss_of), expected, 1e-4, 1e-4 * np.abs(expected).max())  # other order of sums
+    with pytest.raises(NotImplementedError, match=r"^linear: the gradients of backward='quantized' have no"):
+        second(partial(loss_of, backward="quantized"))
+
+
+BYTES = np.zeros(3, np.uint8)
+LINEAR_ROWS = [
+    *wrong_calls.LINEAR,
+    (lambda f, x, w: linear()(f, [1.0], w), TypeError, "linear: x is list; needs a jax.Array"),
+    (lambda f, x, w: linear()(f, x, [1.0]), TypeError, "linear: w is list; needs a jax.Array"),
+    (lambda f, x, w: linear()(f, x.astype(int), w), TypeError, "linear: x is int64; needs float32"),
+    (
+        linear(backward="quantized", seed=BYTES),
+        ValueError,
+        "linear: seed has shape (3,); needs an int, or a 0-d integer",
+    ),
+]
+
+
+def test_errors():
+    for call, kind, text in LINEAR_ROWS:
+        with pytest.raises(kind, match="^" + re.escape(text)):
+            call(fj, X, W)
+    for call, options, text in wrong_calls.LINEAR_OF_CODES:
+        with pytest.raises(ValueError, match="^" + re.escape(text)):
+            call(fj, X, fj.quantize(jnp.asarray(W), "nvfp4-te", **options))

@@ -1,16 +1,22 @@
-"""Test the structure of the package: imports follow the layers, importing is quick, and arguments alone set results."""
+"""Test the structure of the package: layers, quick imports, lazy properties, and the limits of tools/house.py."""
+
+from __future__ import annotations
 
 import ast
 import re
 import subprocess
 import sys
+import threading
 from functools import cache
 
 import pytest
 from package_modules import FILES, MODULES, PACKAGE, ROOT, module_name
 from together import together
+from tool_module import tool_module
 
 import fp4kit
+from fp4kit.formats import ElementFormat
+from fp4kit.lazy import lazy_property
 
 # A module or package may import from the layers above its own and from its own package. "fp4kit" stands for
 # fp4kit/__init__.py.
@@ -228,3 +234,56 @@ def test_kernels_are_compiled_in_one_place(path):
 
 def test_typing_marker():
     assert (PACKAGE / "py.typed").is_file()
+
+
+class Counting:
+    def __init__(self):
+        self.calls = 0
+
+    @lazy_property
+    def value(self):
+        """Its explanation."""
+        self.calls += 1
+        return [self.calls]
+
+
+def test_a_lazy_property_is_computed_once():
+    one, other = Counting(), Counting()
+    assert one.value is one.value and one.calls == 1 and other.calls == 0
+    assert vars(one)["value"] == [1]
+    assert isinstance(Counting.value, lazy_property) and Counting.value.__doc__ == "Its explanation."
+
+
+def test_threads_that_meet_get_one_value():
+    """Two threads that compute the value at once both finish and get one object.
+
+    Each thread waits inside the method until the other has entered it, which a lock would prevent.
+    """
+    meeting = threading.Barrier(2)
+
+    class Meeting:
+        @lazy_property
+        def value(self):
+            meeting.wait(10)
+            return object()
+
+    shared, found = Meeting(), []
+    threads = [threading.Thread(target=lambda: found.append(shared.value)) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 2 and found[0] is found[1]
+
+
+def test_formats_keep_their_arrays():
+    f = ElementFormat("F", 3, 2, 3)
+    assert f.midpoints is f.midpoints and f.values is f.values
+
+
+@pytest.mark.exhaustive
+def test_limits() -> None:
+    house = tool_module("house")
+    found = house.counts()
+    above = {name: found[name] for name, (limit, _) in house.LIMITS.items() if found[name] > limit}
+    assert not above, "tools/house.py counts more than its limits: take something away, or argue for more"

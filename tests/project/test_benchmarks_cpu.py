@@ -1,6 +1,4 @@
-"""Test the CPU benchmark on tiny sizes: its rows, bars, table and plot, its checks, and the timing of other
-libraries.
-"""
+"""Test the CPU benchmark on tiny sizes, and the stored records, gradients and figures of the experiments."""
 
 from __future__ import annotations
 
@@ -24,9 +22,12 @@ import cpu_peers  # noqa: E402
 import cpu_report  # noqa: E402
 import cpu_search  # noqa: E402
 import rows as row_records  # noqa: E402
+import scale_search_report as report  # noqa: E402
 import timing  # noqa: E402
+import wrong_recipe  # noqa: E402
 
-COMMITTED = BENCHMARKS / "results" / "cpu.json"
+RESULTS = BENCHMARKS / "results"
+COMMITTED = RESULTS / "cpu.json"
 
 
 def a_row(
@@ -174,3 +175,68 @@ def test_the_committed_table_is_that_of_the_record():
 def test_the_share_of_blocks_that_bounds_do_not_prove():
     x = np.random.default_rng(0).standard_normal((64, 256), dtype=np.float32)
     assert 0 <= cpu_search.unproven(x) < 0.05
+
+
+RECORD = json.loads((RESULTS / "scale-search.json").read_text())
+
+
+def test_the_table_is_that_of_the_record() -> None:
+    assert (RESULTS / "scale-search.md").read_text() == report.markdown(RECORD)
+    assert report.plot and (RESULTS / "scale-search.svg").exists()
+
+
+def test_the_searched_scale_is_the_lowest_point_of_the_figure() -> None:
+    """search_scales, called with the recorded block and tensor amax, returns the scale at the lowest point."""
+    block = RECORD["block"]
+    values = np.float32(block["values"])[None]
+    found = fp4kit.search_scales(values, "nvfp4-modelopt-static", tensor_amax=block["amax"])
+    q = fp4kit.quantize(values, "nvfp4-modelopt-static", tensor_amax=block["amax"], block_amax=found)
+    scale = fp4kit.formats.E4M3.values[q.block_scale[0, 0]] * np.float64(q.tensor_scale)
+    assert scale == block["scales"]["mse"]
+    losses = {way: report.losses(block["values"], one) for way, one in block["scales"].items()}
+    assert losses["mse"] < losses["4over6"] and losses["mse"] < losses["amax"]
+
+
+def test_every_layer_gains() -> None:
+    for layer in RECORD["layers"]:
+        amax, wide, mse, weighted = (report.decibels(layer["weights"], way) for way in report.WAYS)
+        assert amax < wide < mse and weighted < mse, layer["name"]
+
+
+WORDS = ["scale", "block", "round", "tensor", "nibble", "codes", "search", "layer", "amax", "format", "value"]
+
+
+def test_a_sample_is_a_context_and_the_letter_after_it():
+    found = wrong_recipe.samples_of(["abc"])
+    assert found.contexts[:, -2:].tolist() == [[0, 0], [0, 1], [1, 2], [2, 3]]
+    assert found.letters.tolist() == [1, 2, 3, 0]
+
+
+def test_gradients_are_the_derivatives_of_the_loss():
+    samples = wrong_recipe.samples_of(WORDS)
+    weights = {name: w.astype(np.float64) for name, w in wrong_recipe.initial(np.random.default_rng(0)).items()}
+
+    def loss(changed: dict[str, np.ndarray]) -> float:
+        logs = wrong_recipe.forward(changed, samples.contexts)[3]
+        return -logs[np.arange(len(logs)), samples.letters].mean()
+
+    for name, gradient in wrong_recipe.gradients(weights, samples).items():
+        step = 1e-6 * gradient / np.linalg.norm(gradient)
+        slope = (loss(weights | {name: weights[name] + step}) - loss(weights | {name: weights[name] - step})) / 2e-6
+        assert slope == pytest.approx(np.linalg.norm(gradient), rel=1e-4)
+
+
+def test_a_server_with_the_recipe_of_training_computes_what_training_saw():
+    found = wrong_recipe.measured(WORDS, ["bfloat16", "nvfp4-te", "mxfp4-ocp"], seeds=1, steps=2)
+    for name in ("difference", "divergence"):
+        numbers = np.array(found[name])
+        assert numbers.shape == (1, 3, 3)
+        assert (np.abs(numbers[:, range(3), range(3)]) == 0).all() and (numbers + np.eye(3) > 0).all()
+
+
+def test_stored_record_has_all_pairs_and_its_date():
+    record = json.loads((RESULTS / "wrong-recipe.json").read_text(encoding="utf-8"))
+    assert tuple(record["recipes"]) == wrong_recipe.RECIPES and {"versions", "commit", "date"} <= record.keys()
+    n = len(record["recipes"])
+    for name in ("loss", "divergence", "difference"):
+        assert np.array(record[name]).shape == (wrong_recipe.SEEDS, n, n) and np.isfinite(record[name]).all()

@@ -1,15 +1,23 @@
-"""Test the README: its example prints what it shows, its tables match the code, and its links lead to files."""
+"""Test the README, the examples of docstrings, and the documentation site, which `.ci/run` builds."""
 
 from __future__ import annotations
 
+import doctest
+import importlib
+import inspect
 import re
 from contextlib import nullcontext
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+from package_modules import MODULES
 from products import of_cards, of_tcgen05
+from together import together
 from tool_module import tool_module
 
+import fp4kit
+from fp4kit import attention, calibration, checkpoint, cuda, plot, testing
 from fp4kit.evidence.golden import check as agreement
 from fp4kit.recipes import ALL_RECIPES
 
@@ -115,3 +123,117 @@ def test_other_examples_run(code, tmp_path, monkeypatch) -> None:
 
 def test_all_examples_are_found() -> None:
     assert len(EXECUTED) == PAGES.count("<!-- executed -->") >= 10
+
+
+DOCS = ROOT / "docs"
+REFERENCE = "".join(path.read_text() for path in (DOCS / "reference").glob("*.md"))
+DOCUMENTED = set(re.findall(r"^::: (\S+)", REFERENCE, re.MULTILINE))
+
+
+PICTURES = tool_module("pictures").PICTURES
+
+
+@together("name", PICTURES)
+def test_pictures_are_current(name: str) -> None:
+    path = DOCS / "images" / f"{name}.svg"
+    assert path.read_text() == PICTURES[name](), "run python tools/pictures.py"
+
+
+PLOTS = tool_module("plots")
+
+
+@pytest.mark.parametrize("name", PLOTS.PLOTS)
+def test_plots_are_current(name: str) -> None:
+    text = (DOCS / "images" / f"plot-{name}.svg").read_text()
+    assert PLOTS.digest(PLOTS.PLOTS[name]()) in text, "run python tools/plots.py"
+
+
+@pytest.mark.parametrize("module", [fp4kit, attention, calibration, checkpoint, cuda, plot, testing])
+def test_every_public_name_is_in_the_reference(module: ModuleType) -> None:
+    assert {f"{module.__name__}.{name}" for name in module.__all__} <= DOCUMENTED
+
+
+@pytest.mark.parametrize("name", ["torch", "jax"])
+def test_the_reference_of_a_framework_has_its_public_names(name: str) -> None:
+    """These modules are read, not imported, because their frameworks are optional."""
+    names = re.findall(r'^    "(\w+)",$', (ROOT / "fp4kit" / name / "__init__.py").read_text(), re.MULTILINE)
+    assert {*names} == {*re.findall(rf"^::: fp4kit\.{name}\.(\w+)$", REFERENCE, re.MULTILINE)}
+
+
+def test_names_in_the_reference_exist() -> None:
+    for name in (each for each in DOCUMENTED if not each.startswith(("fp4kit.torch", "fp4kit.jax"))):
+        module, _, attribute = name.rpartition(".")
+        assert attribute in dir(importlib.import_module(module)) or importlib.import_module(name), name
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    navigation = (ROOT / "mkdocs.yml").read_text().partition("nav:")[2]
+    for path in DOCS.rglob("*.md"):
+        assert path.relative_to(DOCS).as_posix() in navigation, path
+
+
+def test_pages_begin_with_what_the_reader_gets() -> None:
+    """Every page has a title and then a paragraph, before any section or table."""
+    for path in DOCS.rglob("*.md"):
+        lines = [line for line in path.read_text().splitlines() if line]
+        assert lines[0].startswith("# "), path
+        assert re.match(r"[A-Z`]", lines[1]), f"{path}: {lines[1]}"
+
+
+@pytest.fixture(scope="module")
+def pages() -> dict[str, str]:
+    """Return {producer: generated page} for two producers.
+
+    The counts of recorded arrays are replaced by 1, because only CI computes them.
+    """
+    module = tool_module("producer_pages")
+    module._recorded = lambda r: (1, 1)
+    return {name: module.page(name, module.producers()[name]) for name in ("te", "gguf")}
+
+
+def test_pages_of_producers_have_formula_and_a_block(pages: dict[str, str]) -> None:
+    for name, text in pages.items():
+        assert "def code_" in text and "| element |" in text and "←" in text, name
+
+
+def test_every_producer_has_a_title() -> None:
+    module = tool_module("producer_pages")
+    assert set(module.PRODUCERS) == set(module.producers())
+
+
+NOT_RUN = ("fp4kit.__main__",)  # a command
+FLAGS = doctest.ELLIPSIS
+
+
+def examples(module):
+    finder = doctest.DocTestFinder(exclude_empty=True)
+    return [test for test in finder.find(importlib.import_module(module)) if test.examples]
+
+
+@pytest.mark.parametrize(
+    "module", [name for name, path in MODULES.items() if name not in NOT_RUN and ">>>" in path.read_text()]
+)
+def test_examples(module):
+    if module.startswith(("fp4kit.torch", "fp4kit.jax")):
+        pytest.importorskip(module.split(".")[1])
+    tests = examples(module)
+    assert tests, "a >>> that doctest does not find"
+    for test in tests:
+        result = doctest.DocTestRunner(optionflags=FLAGS).run(test)
+        assert result.failed == 0, f"{test.name}: see above"
+
+
+EXAMPLES = {
+    "fp4kit.quantized.container": ("from_parts", "dequantize", "equals", "__getitem__"),
+    "fp4kit.storage.quantized_file": ("save", "load"),
+}
+
+
+def test_every_public_function_has_an_example():
+    functions = {name: getattr(fp4kit, name) for name in fp4kit.__all__}
+    assert [name for name, f in functions.items() if inspect.isfunction(f) and ">>> " not in (f.__doc__ or "")] == []
+
+
+@pytest.mark.parametrize("module", EXAMPLES)
+def test_named_functions_have_an_example(module):
+    assert {test.name.rpartition(".")[2] for test in examples(module)} >= set(EXAMPLES[module])

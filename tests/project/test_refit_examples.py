@@ -20,7 +20,6 @@ from fp4kit.checkpoint import Rules, convert, convert_tensors
 torch = pytest.importorskip("torch")
 safetensors = pytest.importorskip("safetensors.torch")
 transformers = pytest.importorskip("transformers")
-pytest.importorskip("compressed_tensors")
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 RECIPE = "nvfp4-compressed-tensors"
@@ -32,6 +31,7 @@ REPORT = r"does not hold the trainer's weights\n\d of \d+ layers differ(.|\n)*la
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """Return a folder with the trainer's model in "trained", and the engine's checkpoint in "served"."""
+    pytest.importorskip("compressed_tensors")  # here, because importing it takes seconds
     folder = tmp_path_factory.mktemp("refit")
     sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": LAYERS, "vocab_size": 64}
     config = transformers.LlamaConfig(**sizes, num_attention_heads=2, num_key_value_heads=1)

@@ -1,24 +1,32 @@
-"""Test that the wheel contains what the package needs: its commands run from the wheel without the checkout.
+"""Test installations from source and from a wheel, and what a release needs.
 
 Most tests build a pure-Python wheel, without setup.py, as on a system without a C++ compiler.
+tools/check_packages.py builds and checks the distributions, in CI.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
+import venv
 import zipfile
 from importlib.util import find_spec
 from pathlib import Path
 
+import numpy as np
 import pytest
 from host.compiler import find_compiler
+from tool_module import tool_module
 
+import fp4kit
+from fp4kit.cpu import library as native
 from fp4kit.evidence.golden.check import check_recipe
-from fp4kit.evidence.golden.golden_set import RECORDED, GoldenSet
+from fp4kit.evidence.golden.golden_set import INPUTS, RECORDED, SELECTION, GoldenSet
+from fp4kit.evidence.golden.rows import COMPARED
 
 ROOT = Path(__file__).resolve().parents[2]
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet"]
@@ -131,6 +139,7 @@ def test_recipes_are_checked_against_the_selection(installed):
     assert re.search(r"\n(\d\d+) of \1 arrays are equal in every bit; 0 unequal\n$", output)
 
 
+@pytest.mark.exhaustive
 def test_fp4kit_evidence_has_all_recordings(installed, tmp_path):
     """Beside the wheel of fp4kit, the wheel of fp4kit-evidence gives the counts of a checkout."""
     source = tmp_path / "clone"
@@ -223,3 +232,165 @@ def test_a_source_distribution_is_compiled(compiled_wheel, wheel):
     status, output, errors = run(installation(compiled_wheel), command=ENGINE)
     assert status == 0, errors
     assert re.fullmatch(r"cpu-(\w+)\n\1\n", output)
+
+
+USER = ROOT / "tests" / "support" / "typed_user.py"
+
+
+@pytest.fixture(scope="module")
+def setup_py():
+    """Return the functions of setup.py without running it."""
+    return runpy.run_path(str(ROOT / "setup.py"), run_name="setup")
+
+
+def test_levels_are_chosen_by_name(setup_py):
+    chosen, levels = setup_py["chosen_levels"], list(setup_py["LEVELS"])
+    assert chosen("all") == levels and chosen("none") == []
+    assert chosen("base") == ["base"] and chosen(f" {levels[-1]}") == list(dict.fromkeys(["base", levels[-1]]))
+    assert chosen("") == chosen("native") == chosen("native,") and chosen("native")[0] == "base"
+    with pytest.raises(SystemExit, match="FP4KIT_CPU_LEVELS: unknown avx1024; known here: native, all, none, base"):
+        chosen("avx1024,base")
+
+
+def test_native_is_the_level_that_the_library_asks_for(setup_py):
+    if native.library().functions is None:
+        pytest.skip("the engine is not compiled here")
+    best = native._open("base").fp4kit_level().decode()
+    assert setup_py["native_levels"]() == {best}
+    assert set(setup_py["chosen_levels"]("native")) == {"base", best}
+
+
+@pytest.mark.parametrize(
+    ("features", "level"),
+    [
+        ("sse2 ssse3", "base"),
+        ("avx2 fma", "base"),
+        ("avx2 fma bmi2 avx512f", "avx2"),
+        ("avx2 fma bmi2 avx512bw avx512vl avx512dq avx512cd", "avx512"),
+    ],
+)
+def test_the_level_follows_from_the_features(setup_py, features, level, monkeypatch):
+    names = setup_py["native_levels"].__globals__
+    monkeypatch.setitem(names, "IS_X86", True)
+    monkeypatch.setitem(names, "LEVELS", dict.fromkeys(("base", "avx2", "avx512")))
+    monkeypatch.setitem(names, "features_of_processor", lambda: set(features.split()))
+    assert setup_py["native_levels"]() == {level}
+
+
+def test_all_levels_are_compiled_for_an_unknown_processor(setup_py, monkeypatch):
+    monkeypatch.setitem(setup_py["native_levels"].__globals__, "IS_X86", True)
+    monkeypatch.setitem(setup_py["native_levels"].__globals__, "features_of_processor", set)
+    assert setup_py["native_levels"]() == {*setup_py["LEVELS"]}
+
+
+def test_every_source_is_compiled(setup_py):
+    assert {ROOT / path for path in setup_py["SOURCES"]} == set((ROOT / "fp4kit" / "cpu" / "source").glob("*.cpp"))
+
+
+def test_an_editable_installation_is_a_path(tmp_path):
+    """The editable installation writes a .pth file with fp4kit's folder.
+
+    An import hook would not do, because type checkers do not run it.
+    """
+    source = tmp_path / "source"
+    shutil.copytree(ROOT / "fp4kit", source / "fp4kit", ignore=shutil.ignore_patterns("__pycache__", "*.so", "*.npz"))
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE", "NOTICE"):
+        shutil.copy(ROOT / name, source)
+    code = f"from setuptools import build_meta; build_meta.build_editable({str(tmp_path)!r})"
+    environment = os.environ | {"FP4KIT_CPU_LEVELS": "none"}
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=source, capture_output=True, env=environment)
+    (wheel,) = tmp_path.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = [name for name in archive.namelist() if ".dist-info/" not in name]
+        assert len(names) == 1 and names[0].endswith(".pth")
+        assert archive.read(names[0]).decode().split() == [str(source)]
+
+
+@pytest.mark.exhaustive
+def test_mypy_checks_a_users_file(tmp_path):
+    """mypy --strict finds fp4kit by a .pth file, accepts a user's file, and rejects wrong arguments line by line."""
+    pytest.importorskip("mypy")
+    venv.create(tmp_path / "venv", symlinks=True)
+    python = tmp_path / "venv" / "bin" / "python"
+    (packages,) = (tmp_path / "venv").glob("lib/python*/site-packages")
+    (packages / "fp4kit.pth").write_text(f"{ROOT}\n{Path(np.__file__).parent.parent}\n")
+    wrong = tmp_path / "wrong.py"
+    lines = USER.read_text(encoding="utf-8").splitlines(keepends=True)
+    marked = [number for number, line in enumerate(lines, 1) if "# wrong: " in line]
+    wrong.write_text("".join(line.split("# wrong: ")[1] if "# wrong: " in line else line for line in lines))
+    shutil.copy(USER, tmp_path / "right.py")
+    for name, expected in (("right", []), ("wrong", marked)):
+        command = [sys.executable, "-m", "mypy", "--strict", "--no-error-summary", "--cache-dir", "cache"]
+        command += ["--python-executable", str(python), f"{name}.py"]
+        found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+        errors = [line for line in found.stdout.splitlines() if ": error: " in line]
+        assert [int(line.split(":")[1]) for line in errors] == expected, found.stdout + found.stderr
+
+
+PACKAGING = ROOT / "packaging"
+
+
+def test_versions_are_equal():
+    version, project = fp4kit.__version__, (ROOT / "pyproject.toml").read_text()
+    for text in (project, (PACKAGING / "evidence" / "pyproject.toml").read_text()):
+        assert f'\nversion = "{version}"\n' in text
+    assert f'\nevidence = ["fp4kit-evidence=={version}"]' in project
+    assert f'\n  version: "{version}"\n' in (PACKAGING / "conda" / "recipe.yaml").read_text()
+    date = re.search(rf"^## \[{re.escape(version)}\] - (\S+)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert f"version: {version}\ndate-released: {date[1]}\n" in (ROOT / "CITATION.cff").read_text()
+
+
+def test_the_conda_recipe_has_the_dependencies():
+    yaml = pytest.importorskip("yaml")
+    recipe = yaml.safe_load((PACKAGING / "conda" / "recipe.yaml").read_text())
+    run = {need.replace(" ", "") for need in recipe["requirements"]["run"]}
+    project = (ROOT / "pyproject.toml").read_text()
+    assert run == {
+        "python",
+        *re.findall(r'^    "([^"]+)",', re.search(r"^dependencies = .*?^]", project, re.M | re.S)[0], re.M),
+    }
+    assert "setuptools >=77" in recipe["requirements"]["host"] and 'requires = ["setuptools>=77"]' in project
+    assert recipe["about"]["license_file"] == ["LICENSE", "NOTICE"]
+
+
+def test_the_selection_is_current():
+    """Run tools/select_recordings.py after a change of recordings."""
+    whole, part = GoldenSet.open(RECORDED), GoldenSet.open(SELECTION)
+    chosen = tool_module("select_recordings").selected(whole)
+    assert {*part.files(), INPUTS} == chosen.keys()
+    for file, keys in chosen.items():
+        assert sorted(part.keys(file)) == sorted(keys)
+        for key in keys:
+            assert part.get(file, key).tobytes() == whole.get(file, key).tobytes(), (file, key)
+    assert sum(path.stat().st_size for path in SELECTION.iterdir()) < 1_270_000
+
+
+def test_every_recorded_recipe_is_in_the_selection():
+    """docs/checks.md states the number of compared arrays."""
+    part = GoldenSet.open(SELECTION)
+    recipes = COMPARED
+    # NNCF's arithmetic of large arrays was recorded for arrays that the selection has no room for.
+    recipes -= {id for id in recipes if "-nncf" in id and not id.endswith("-small")}
+    results = [check_recipe(recipe, part) for recipe in recipes]
+    assert all(result.compared and not result.differences for result in results)
+    total = sum(result.compared for result in results)
+    assert f"{total:,} arrays" in " ".join((ROOT / "docs/checks.md").read_text().split())
+
+
+def test_notice_names_the_source_of_every_recording():
+    lines = re.findall(r"^\| (.*?) \| .* \| (.*?) \| .* \|$", (ROOT / "NOTICE").read_text(), re.MULTILINE)
+    named = {file for files, _ in lines[1:] for file in files.split(", ")}
+    assert {path.stem for path in RECORDED.glob("*.npz")} - {INPUTS} <= named
+    assert {name for _, licenses in lines[2:] for name in licenses.split("; ")} == {
+        "Apache-2.0",
+        "BSD-3-Clause",
+        "MIT",
+        "MulanPSL-2.0",
+    }
+
+
+def test_the_workflows_test_every_supported_python():
+    yaml = pytest.importorskip("yaml")
+    jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "tests.yml").read_text())["jobs"]
+    matrix = jobs["test"]["strategy"]["matrix"]
+    assert matrix["python"] == [f"3.{minor}" for minor in range(10, 15)] and len(matrix["os"]) == 3

@@ -250,9 +250,7 @@ def test_torch_numbers_that_are_not_float32():
         assert_same(built(q, tensor_scale=torch.tensor([0.375], dtype=dtype)), q)
 
 
-NVFP4, MXFP8, FP6, INT = (
-    fp4kit.quantize(X[:4, :64], name) for name in ("nvfp4-te", "mxfp8-te", "mxfp6-torchao-floor-e2m3", "int8-modelopt")
-)
+NVFP4, MXFP8, FP6 = (fp4kit.quantize(X[:4, :64], name) for name in ("nvfp4-te", "mxfp8-te", "mxfp6-torchao-floor-e2m3"))
 UNPACKED = np.zeros((4, 64), ml_dtypes.float4_e2m1fn)
 V, T = ValueError, TypeError
 WRONG = [  # a Quantized, changes of its parts, the error and its text
@@ -267,8 +265,6 @@ WRONG = [  # a Quantized, changes of its parts, the error and its text
     (NVFP4, {"block_scale": NVFP4.block_scale.view(ml_dtypes.float8_e8m0fnu)}, T, "block_scale is float8_e8m0fnu"),
     (MXFP8, {"block_scale": MXFP8.block_scale.view(ml_dtypes.float8_e4m3fn)}, T, "block_scale is float8_e4m3fn"),
     (NVFP4, {"block_scale": np.ones((4, 4), F32)}, T, "block_scale is float32; nvfp4-te has block scales of E4M3"),
-    (INT, {"block_scale": np.ones((4, 4), F32)}, V, "Quantized: block_scale is float32 (4, 4); int8-modelopt of (4"),
-    (NVFP4, {"block_scale": NVFP4.block_scale[:, :3]}, V, "Quantized: block_scale is uint8 (4, 3); nvfp4-te of (4"),
     (NVFP4, {"tensor_scale": np.array([1])}, T, "tensor_scale is int64; needs float32, or another float"),
     (NVFP4, {"tensor_scale": 1}, T, "tensor_scale is a builtins.int; needs"),
     (NVFP4, {"tensor_scale": 0.1}, V, "tensor_scale holds 0.1, which is not a float32 number; needs the number that"),
@@ -277,14 +273,9 @@ WRONG = [  # a Quantized, changes of its parts, the error and its text
     (MXFP8, {"tensor_scale_divides": True}, V, "tensor_scale_divides is True, but tensor_scale is None; leave"),
     (NVFP4, {"tensor_scale": -1.0, "tensor_scale_divides": True}, V, "Quantized: tensor_scale is negative;"),
     (NVFP4, {"tensor_scale": F32(np.nan), "recipe": "nvfp4-compressed-tensors"}, V, "Quantized: tensor_scale is NaN;"),
-    (NVFP4, {"tensor_scale": np.ones(7, F32)}, V, "Quantized: tensor_scale is float32 (7,); nvfp4-te of (4, 64) needs"),
-    (MXFP8, {"tensor_scale": 1.0}, V, "Quantized: tensor_scale is float32 (); mxfp8-te of (4, 64) needs None, as it"),
     (NVFP4, {"recipe": "nvfp4-modelopt-fake"}, V, "nvfp4-modelopt-fake is a fake quantizer and has values only; needs"),
     (NVFP4, {"axis": 2}, V, "axis 2 is out of range for a 2-d array; needs -2 to 1"),
-    (NVFP4, {"shape": (4, 48)}, V, "Quantized: packed is uint8 (4, 32); nvfp4-te of (4, 48) needs"),
     (NVFP4, {"scale_layout": "tiled"}, V, "scale_layout is 'tiled'; needs one of linear, "),
-    (NVFP4, {"dtype": np.int32}, T, "Quantized: dtype is int32; needs float32, float16 or bfloat16"),
-    (NVFP4, {"recipe": "nvfp4-tee"}, V, "no recipe is called 'nvfp4-tee'"),
 ]
 
 
@@ -297,10 +288,6 @@ def test_invalid_parts_are_rejected(q, changes, kind, text):
 def test_missing_parts():
     with pytest.raises(TypeError, match=r"^from_parts: packed is None; needs the array of codes$"):
         Quantized.from_parts(None, NVFP4.block_scale, NVFP4.tensor_scale, recipe="nvfp4-te")
-    with pytest.raises(ValueError, match=r"^Quantized: block_scale is None; nvfp4-te of \(4, 64\) needs uint8 \(4"):
-        Quantized.from_parts(NVFP4.packed, None, NVFP4.tensor_scale, recipe="nvfp4-te")
-    with pytest.raises(ValueError, match=r"^Quantized: tensor_scale is None; nvfp4-te of \(4, 64\) needs float32"):
-        Quantized.from_parts(NVFP4.packed, NVFP4.block_scale, recipe="nvfp4-te")
 
 
 def test_inputs_are_not_written_to():

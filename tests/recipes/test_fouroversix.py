@@ -125,7 +125,6 @@ matplotlib.use("Agg")
 RULES = {"if4-fouroversix": "mse", "if4-fouroversix-mae": "mae", "if4-fouroversix-absmax": "max"}
 NAMES_IF4 = [*RULES]
 R = RECIPES["if4-fouroversix"]
-FLOAT32 = replace(R, decode_rule="fouroversix_float32")
 ONE, SIX, RANGE = np.float32(1), np.float32(6), np.float32(2688)
 
 

@@ -87,7 +87,3 @@ def quantized(recipe="mxfp4-ocp", **changes):
         "recipe": RECIPES[recipe],
     }
     return lambda: Quantized(**fields | changes)
-
-
-WAY_OUT = "convert it first, e.g. x.astype(np.float32), so that you choose the rounding"
-SAME_DEVICE = "all arrays of one call must be on one device; move them to one first"

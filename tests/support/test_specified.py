@@ -8,6 +8,8 @@ from pathlib import Path
 from specified import holds_kernels
 from together import together
 
+from tests.conftest import LONG
+
 TESTS = Path(__file__).resolve().parents[1]
 # Patterns by which the text of a test file shows that it runs kernels: it has a device or simulates one.
 TAKES = re.compile(
@@ -28,3 +30,7 @@ def test_helpers_of_tests_have_names_of_their_own():
     folders = (TESTS / "support", TESTS / "support" / "checkpoint", TESTS.parent / "benchmarks")
     names = [path.stem for folder in folders for path in folder.glob("*.py")]
     assert len(names) == len(set(names))
+
+
+def test_the_slowest_files_exist():
+    assert [name for name in LONG if not (TESTS / f"{name}.py").exists()] == []

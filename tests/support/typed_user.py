@@ -1,4 +1,4 @@
-"""Use fp4kit as a user does, for a check by mypy --strict (project/test_installation.py).
+"""Use fp4kit as a user does, for a check by mypy --strict (project/test_wheel.py).
 
 mypy must accept this file, and must reject every line with "# wrong:" if the text after that mark replaces the line.
 """

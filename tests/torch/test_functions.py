@@ -16,7 +16,7 @@ import pytest
 import wrong_calls
 from exhaustive import exhaustive
 from float_modes import BITS, NEEDS_ENVIRONMENT, mode
-from inputs import BF16, ordinary
+from inputs import ordinary
 from tensors import to_numpy, to_torch
 from together import together
 from wrong_calls import RANDOM, codes, fake
@@ -33,8 +33,6 @@ ft = importlib.import_module("fp4kit.torch")
 X = ordinary(1, (64, 128))
 STACK = ordinary(2, (3, 32, 64))
 VARIANT = replace(fp4kit.recipe("mxfp4-ocp"), id="mxfp4-sixteen", block=(1, 16))
-DTYPES = pytest.mark.parametrize("dtype", [np.float32, BF16, np.float16], ids=str)
-rng = np.random.default_rng(5)
 
 
 def both(function, x, grad):

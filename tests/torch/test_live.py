@@ -20,7 +20,6 @@ ft = importlib.import_module("fp4kit.torch")
 
 HIDDEN, INNER, EXPERTS = 80, 128, 3  # rows of K = 80 are padded to 96; 3 experts
 WIDTHS = {"q_proj": 96, "k_proj": 48, "v_proj": 48}
-MERGED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 RECIPE = {"nvfp4": "nvfp4-compressed-tensors", "mxfp4": "mxfp4-compressed-tensors", "mxfp8": "mxfp8-compressed-tensors"}
 
 

@@ -1,4 +1,4 @@
-"""Test the contract that a conversion writes, and the contract that is inferred from a checkpoint."""
+"""Test the contract that a conversion writes, to which its result is equal, and contracts inferred from checkpoints."""
 
 import json
 from pathlib import Path
@@ -15,6 +15,7 @@ import fp4kit
 from fp4kit.checkpoint import CheckpointError, ScaleSearch, Wishes, convert
 from fp4kit.checkpoint.model.model_files import differences, load_manifest
 from fp4kit.contract.schema import FILE
+from fp4kit.recipes import RECIPES
 
 FOREIGN = Path(__file__).parents[2] / "data" / "foreign"
 LEAVES = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
@@ -258,3 +259,71 @@ def test_a_file_of_save_states_its_recipes(tmp_path):
     (tmp_path / "q.safetensors").write_bytes(raw.replace(b"mxfp4-ocp", b"mxfp4-OCP"))
     with pytest.raises(CheckpointError, match="CRC-32"):
         fp4kit.Contract.of(tmp_path / "q.safetensors")
+
+
+SHAPES = {
+    **dict.fromkeys(("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"), (128, 256)),
+    **dict.fromkeys(("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"), (256, 256)),
+}
+FORMATS = ("modelopt", "compressed-tensors", "fp8", "sglang-mxfp8", "mlx", "comfy")
+
+
+@pytest.fixture(scope="module")
+def folder_of(tmp_path_factory):
+    """Return the directory of an unquantized model whose layers have different amaxes, and one only zeros."""
+    folder, rng = tmp_path_factory.mktemp("model") / "source", np.random.default_rng(0)
+    tensors = {}
+    for i in range(3):
+        for leaf, shape in SHAPES.items():
+            x = rng.standard_normal(shape) * np.exp(rng.uniform(-3, 1))
+            tensors[f"model.layers.{i}.{leaf}.weight"] = x.astype(synthetic.BF16)
+    tensors["model.layers.1.mlp.down_proj.weight"][...] = 0
+    synthetic.write_model(folder, {"model_type": "llama", "torch_dtype": "bfloat16"}, tensors)
+    return folder
+
+
+def assert_equals_its_contract(folder_of, out, format, recipe):
+    convert(folder_of, out, recipe, format=format)
+    found = fp4kit.parity(fp4kit.Contract.of(out), out, weights=folder_of)
+    assert found.equal and found.layers, f"{format}, {recipe}: {found}"
+    return len(found.layers)
+
+
+@pytest.mark.parametrize(
+    ("format", "recipe"),
+    [
+        ("modelopt", "nvfp4-modelopt"),
+        ("compressed-tensors", "nvfp4-compressed-tensors"),
+        ("compressed-tensors", "nvfp4-modelopt"),
+        ("compressed-tensors", "nvfp4-comfy-kitchen"),
+        ("compressed-tensors", "fp8-modelopt-channel"),
+        ("mlx", "nvfp4-mlx-cpu-global"),
+        ("comfy", "nvfp4-comfy-kitchen"),
+    ],
+)
+def test_a_converted_model_equals_its_contract(folder_of, tmp_path, format, recipe):
+    assert assert_equals_its_contract(folder_of, tmp_path / "out", format, recipe) == 3 * len(SHAPES)
+
+
+@pytest.mark.parametrize("format", exhaustive(FORMATS))
+def test_converted_models_equal_their_contracts(folder_of, tmp_path, format):
+    count = 0
+    for recipe in RECIPES:
+        try:
+            assert_equals_its_contract(folder_of, tmp_path / recipe, format, recipe)
+        except CheckpointError:  # the format cannot hold this recipe
+            continue
+        count += 1
+    assert count
+
+
+@pytest.mark.parametrize("format", ["compressed-tensors", *exhaustive(("modelopt", "mlx", "comfy"))])
+@pytest.mark.parametrize("model", synthetic.MODELS)
+def test_models_of_each_structure(tmp_path, model, format):
+    """A format that cannot hold a structure, or a recipe, refuses it; compressed-tensors holds all of them."""
+    synthetic.MODELS[model](tmp_path / "source")
+    recipe = "nvfp4-mlx-cpu-global" if format == "mlx" else "nvfp4-modelopt"
+    try:
+        assert_equals_its_contract(tmp_path / "source", tmp_path / "out", format, recipe)
+    except CheckpointError:
+        assert format != "compressed-tensors"

@@ -1,6 +1,4 @@
-"""Test converting GGUF files to GGUF files: bytes of codes, unchanged keys and tensors, rejected files, interrupted
-runs.
-"""
+"""Test converting GGUF files to GGUF files: bytes, keys, rejected files, interrupted runs, and llama.cpp's values."""
 
 from __future__ import annotations
 
@@ -10,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf_files
+import llama_cpp
 import numpy as np
 import pytest
 import synthetic
@@ -18,11 +17,22 @@ from runs import stopping
 from synthetic import refused
 
 import fp4kit
-from fp4kit.checkpoint import CheckpointError, ConversionReport, Options, Wishes, convert, make_plan, staging
+from fp4kit.checkpoint import (
+    CheckpointError,
+    ConversionReport,
+    Options,
+    ScaleSearch,
+    Wishes,
+    convert,
+    make_plan,
+    staging,
+)
+from fp4kit.checkpoint.convert.rows import search_blocks
 from fp4kit.checkpoint.identify.run import identify_checkpoint
 from fp4kit.checkpoint.verify.verify import verify
 from fp4kit.cli import main
 from fp4kit.layouts import pack_gguf
+from fp4kit.recipes import recipe
 from fp4kit.storage.gguf_file import GgufFile, read_gguf
 
 Tensors = dict[str, np.ndarray]
@@ -242,9 +252,9 @@ def test_tensor_scales_that_llama_cpp_cannot_use_are_refused(module: str, tmp_pa
     gguf_files.write(tmp_path / "m.gguf", tensors, keys)
     with refused(f"{module}: llama.cpp 0c1e57098: {text};"):
         run(tmp_path / "m.gguf", recipe="nvfp4-te")
-    for recipe in ("nvfp4-torchao-single", "mxfp4-ocp"):
-        convert(tmp_path / "m.gguf", tmp_path / f"{recipe}.gguf", recipe)
-        assert wanted(f"{module}.weight", x, recipe).items() <= content(tmp_path / f"{recipe}.gguf").items()
+    for name in ("nvfp4-torchao-single", "mxfp4-ocp"):
+        convert(tmp_path / "m.gguf", tmp_path / f"{name}.gguf", name)
+        assert wanted(f"{module}.weight", x, name).items() <= content(tmp_path / f"{name}.gguf").items()
     assert not (tmp_path / "out.gguf").exists()
 
 
@@ -338,3 +348,41 @@ def test_replaced_nan_and_infinities_are_made_anew(recipe: str, tmp_path: Path) 
         file.seek(entry.start + 9)
         file.write(changed)
     assert not verify(tmp_path / "out.gguf", tmp_path / "m.gguf").clean
+
+
+def distance(a: np.ndarray, b: np.ndarray) -> float:
+    return float(np.linalg.norm(a - b))
+
+
+OTHERS = [("mxfp4-gguf", None), ("nvfp4-gguf", None), ("mxfp4-gguf", "mse"), ("nvfp4-te", None)]
+
+
+@pytest.mark.parametrize(
+    ("id", "objective"),
+    [
+        ("nvfp4-gguf", "mse"),
+        *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in OTHERS),
+    ],
+)
+def test_a_forward_pass_has_the_decoded_values(id: str, objective: str | None, tmp_path: Path) -> None:
+    """llama.cpp computes nearly the same embedding from a converted file as from an unquantized file with its values.
+
+    The embeddings differ slightly, because llama.cpp rounds activations to 8 bits before it multiplies them by FP4
+    weights. The original weights give an embedding that differs at least 5 times as much. So does a layer that is
+    scaled by 2.
+    """
+    pytest.importorskip("xllamacpp")
+    values = llama_cpp.tensors()
+    llama_cpp.write(tmp_path / "m.gguf", values)
+    convert(tmp_path / "m.gguf", tmp_path / "o.gguf", id, search=ScaleSearch.of(objective))
+    names = [e.name for e in read_gguf(tmp_path / "o.gguf").entries if e.dtype == id.partition("-")[0].upper()]
+    assert len(names) == 7 * llama_cpp.LAYERS
+    make = fp4kit.quantize if objective is None else lambda x, id: search_blocks(x, recipe(id), objective, None)
+    decoded = {n: fp4kit.dequantize(make(x, id), np.float32) if n in names else x for n, x in values.items()}
+    llama_cpp.write(tmp_path / "d.gguf", decoded)
+    changed = decoded | {"blk.1.attn_v.weight": decoded["blk.1.attn_v.weight"] * np.float32(2)}
+    llama_cpp.write(tmp_path / "c.gguf", changed)
+    found, wanted, original, wrong = (llama_cpp.embedding(tmp_path / f"{name}.gguf") for name in "odmc")
+    error = distance(found, wanted)
+    assert 0 < error < 0.03
+    assert distance(found, original) > 5 * error and distance(found, wrong) > 5 * error

@@ -198,7 +198,10 @@ TEXTS = [
 ]
 
 
-@pytest.mark.parametrize(("family", "pre"), [("Llama", "llama-bpe"), ("Qwen3", "qwen2"), ("Mistral", "spm")])
+@pytest.mark.parametrize(
+    ("family", "pre"),
+    [("Llama", "llama-bpe"), ("Mistral", "spm"), pytest.param("Qwen3", "qwen2", marks=pytest.mark.exhaustive)],
+)
 def test_llama_cpp_splits_texts_as_the_tokenizer_does(family: str, pre: str, tmp_path: Path) -> None:
     """llama.cpp computes the same embedding, bit for bit, from a text and from the tokens of its tokenizer."""
     pytest.importorskip("xllamacpp")
