@@ -409,7 +409,7 @@ def recipe_rows(ids: Iterable[str] = tuple(ALL_RECIPES)) -> list[tuple[str, ...]
 def short_rows(rows: Iterable[tuple[str, ...]]) -> list[tuple[str, ...]]:
     """Return rows of the table of recipes with the columns SHORT_COLUMNS, which fit a terminal of 80 columns."""
     return [
-        (name, block, shortened(rule, 30, "..."), evidence, versions)
+        (name, block, shortened(rule, 28, "..."), evidence, versions)
         for name, block, rule, _, evidence, versions, _ in rows
     ]
 
