@@ -24,7 +24,7 @@ from fp4kit.layouts import check_layout, padded_shape
 from fp4kit.quantized.container import Quantized, check_scale_layout, packed_shape, scale_shape, tensor_amax_shape
 from fp4kit.recipes import RECIPES, Recipe, recipe_of
 from fp4kit.recipes.rules import SCALE_STOCHASTICS
-from fp4kit.recipes.schema import has_tall_scales
+from fp4kit.recipes.schema import has_tall_scales, is_simple
 from fp4kit.reference.stochastic import HADAMARD_BLOCK, TE_SIGN_MASK
 from fp4kit.types import Hadamard, RoundingMode, ScaleLayout
 
@@ -218,7 +218,7 @@ def quantize_call(
         call = with_options(call, options, given["seed"])
         call = with_amaxes(call, given.get("tensor_amax"), given.get("block_amax"))
     else:
-        if call.recipe.specification_only:
+        if not is_simple(call.recipe):
             raise NotImplementedError(f"{op}: {call.recipe.id} does not quantize under given scales; leave them out")
         inputs.check_complete(op, call.recipe, block_scale, tensor_scale)
         call = with_options(call, options, given["seed"])
@@ -309,7 +309,8 @@ def _random_source(call: Call, rounding: str, seed: Any) -> Any:
         if seed is not None:
             raise ValueError(f"{op}: {SEED_WITHOUT_USE}")
         return None
-    if r.element.is_integer or r.four_over_six or isinstance(r.element, Codebook) or r.specification_only:
+    is_float = not (r.element.is_integer or isinstance(r.element, Codebook))
+    if not is_float or r.four_over_six or not is_simple(r):
         raise ValueError(f"{op}: {r.id} has no stochastic rounding; it needs float elements and one scale per block")
     if seed is None:
         numbers = "numbers from 0 to 1 in the shape of x"

@@ -25,6 +25,7 @@ from fp4kit.cpu.codec import (
     encode_call,
     faked_factors,
     kernels_of,
+    not_faked,
     tensor_key,
     tensors_of,
 )
@@ -39,7 +40,6 @@ from fp4kit.cpu.library import (
     threads_for,
 )
 from fp4kit.quantized.container import PARTS, Quantized, assembled
-from fp4kit.recipes.rules import FAKE_RULES
 from fp4kit.recipes.schema import faking
 
 # Results of MIN_BYTES to MAX_BYTES are in memory that is aligned to huge pages, and is kept for the next result when
@@ -208,8 +208,7 @@ def _code_call(call: Call) -> tuple[EncodeCall, int] | None:
 def _value_calls(call: Call) -> tuple[EncodeCall, DecodeCall, int] | None:
     """Return the prototypes that encode and decode, and the tensor rule, of a call to fake_quantize; or None."""
     shape, r = call.moved.shape, call.recipe
-    by_codes = r.fake_rule is None or FAKE_RULES[r.fake_rule].by_codes
-    if not by_codes or (matrix_call := _matrix_call(call, 0, 0)) is None:
+    if not_faked(r) is not None or (matrix_call := _matrix_call(call, 0, 0)) is None:
         return None
     encode, tensor_rule = matrix_call
     if r.fake_rule is not None:

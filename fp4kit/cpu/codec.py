@@ -25,8 +25,7 @@ from fp4kit.cpu.library import ELEMENTS_PER_CALL, OwnFormat, address, functions,
 from fp4kit.formats import E2M1, E8M0, Codebook, ElementFormat, IntegerOrFloat, Packing, PairedMicroexponents, is_same
 from fp4kit.host import engine as host
 from fp4kit.quantized.container import Quantized
-from fp4kit.recipes import Recipe
-from fp4kit.recipes.rules import TOPS
+from fp4kit.recipes import Recipe, rules
 from fp4kit.recipes.schema import decoding, encodes_first, then_encodes, with_row_blocks
 from fp4kit.reference import dequantize as decode_specification
 from fp4kit.reference import four_over_six
@@ -51,6 +50,8 @@ def rule_key(r: Recipe) -> str | None:
         return " ".join(
             [r.block_rule, r.four_over_six, _name(r.element), _name(r.scale), str(r.scale_max), top_rule(r), *flags]
         )
+    if rules.BLOCK_RULES[r.block_rule].whole:
+        return f"{r.block_rule} {_name(r.element)} {r.fake_rule if r.fake_only else 'codes'}"
     propagate = "propagate" if r.amax_nan == "propagate" else "ignore"
     return (
         f"{r.block_rule} {_name(r.element)} {_name(r.scale)} {r.scale_max} {propagate}" + " infinity" * r.keep_infinity
@@ -85,7 +86,7 @@ def decode_key(r: Recipe) -> str:
 
 def top_rule(r: Recipe) -> str:
     """Return the name of a recipe's tensor rule if rules.TOPS lists it, otherwise "none"."""
-    return r.tensor_rule if r.tensor_rule in TOPS else "none"
+    return r.tensor_rule if r.tensor_rule in rules.TOPS else "none"
 
 
 def kept_factors(r: Recipe, dtype: np.dtype) -> tuple[float, float]:
@@ -115,8 +116,8 @@ MAX_BLOCK_ROWS = 16  # rows of a 4over6 block, at most: kMaxBlockRows of source/
 @lru_cache(256)
 def not_encoded(r: Recipe) -> str | None:
     """Return the reason why the engine cannot encode blocks of the shape that a recipe has, or None if it can."""
-    if r.levels:
-        return f"{len(r.levels)} levels of scales"
+    if r.specification_only:
+        return "levels or rules of the specification alone"
     if r.four_over_six and (r.block_size != 16 or r.block_rows > MAX_BLOCK_ROWS):
         return (
             f"4over6 with blocks of {r.block_rows}x{r.block_size} (the engine supports 16 columns and at most"
@@ -130,6 +131,14 @@ def not_encoded(r: Recipe) -> str | None:
     return None
 
 
+@lru_cache(256)
+def not_faked(r: Recipe) -> str | None:
+    """Return the reason why the engine cannot fake-quantize by a recipe, or None if it can."""
+    if r.fake_rule is not None and not (rules.FAKE_RULES[r.fake_rule].by_codes and (r.fake_only or not r.levels)):
+        return "a fake_rule, which is a separate formula for the values"
+    return not_encoded(r)
+
+
 def not_encoded_under_scales(r: Recipe) -> str | None:
     """Return the reason why the engine cannot encode by a recipe under scales that the caller passes."""
     return "in IF4, a given scale may select INT4 elements" if isinstance(r.element, IntegerOrFloat) else None
@@ -138,7 +147,9 @@ def not_encoded_under_scales(r: Recipe) -> str | None:
 def _name(f: ElementFormat) -> str:
     """Return the name of a format for use in a key, such as "E2M1"."""
     known = getattr(formats, f.name, None)
-    return f.name if isinstance(known, ElementFormat) and is_same(f, known) else f"other {f.name}"
+    if isinstance(known, ElementFormat) and is_same(f, known):
+        return f.name
+    return f"other {f.name} {f.mantissa_bits}"  # of rules for any E1M<n>; no other rule for such formats has a key
 
 
 # Tables of user-defined formats. Rounding to codes is monotone, so each code belongs to one interval of floats (a
@@ -276,7 +287,8 @@ def kernels_of(r: Recipe) -> Kernels:
         return Kernels(-1 if r.block_rule is None else 0, own.element, block, r.block_rows, no_limits, own)
     key = rule_key(r)
     block_rule = -1 if key is None else found.fp4kit_block_rule(key.encode())
-    element = found.fp4kit_element(element_key(r).encode())
+    is_whole = r.block_rule is not None and rules.BLOCK_RULES[r.block_rule].whole
+    element = 0 if is_whole else found.fp4kit_element(element_key(r).encode())
     if element < 0 or (key is not None and block_rule < 0):
         raise Declined(f"the CPU engine has no compiled rules for {r.id}")
     return Kernels(block_rule, element, block, r.block_rows, tuple(kept_factors(r, dtype) for dtype in INPUTS))
@@ -424,7 +436,7 @@ def fake_matrix(
     tensor = tensor_scale(None, r, x.dtype).columns(r)
     for rows in _row_slices(x.shape):
         part, amax = x[rows], None if amaxes[1] is None else amaxes[1][rows]
-        widths = r.element.packing.length(x.shape[1]), x.shape[1] // r.block_size
+        widths = r.element.packing.length(x.shape[1]), x.shape[1] // r.block_size * r.scale_bytes
         packed, scales = (np.zeros((len(part), width), np.uint8) for width in widths)  # marked tiles may keep zeros
         options = specification.EncodeOptions(amax)
         left = [*_encode(part, r, kernels, packed, scales, options, tensor, None)]
@@ -613,7 +625,8 @@ def _cut(r: Recipe, cut: Cut, x: np.ndarray, packed: np.ndarray, scales: np.ndar
     """Return the parts of x, packed and scales that belong to some rows and columns of a matrix, as views."""
     rows, columns = cut
     codes = slice(*map(r.element.packing.length, (columns.start, columns.stop)))
-    return [x[rows, columns], packed[rows, codes], None if scales is None else scales[rows, blocks_of(columns, r)]]
+    scales_at = slice(*(end // r.block_size * r.scale_bytes for end in (columns.start, columns.stop)))
+    return [x[rows, columns], packed[rows, codes], None if scales is None else scales[rows, scales_at]]
 
 
 def cut_options(
@@ -633,8 +646,8 @@ TABLES_FROM = 256
 @lru_cache(256)
 def decoder_of(r: Recipe, dtype: np.dtype) -> int:
     """Return the library's index of the compiled decoder for a recipe and an output dtype."""
-    if r.levels:
-        raise Declined(f"the CPU engine has no decoder for the levels of {r.id}")
+    if r.specification_only:
+        raise Declined(f"{r.id} has levels or rules of the specification alone")
     if r.is_custom:
         functions()
         return -1

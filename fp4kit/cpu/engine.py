@@ -67,14 +67,6 @@ MIN_AMAX_ELEMENTS = 1 << 11
 MIN_COLUMNS = 16
 
 
-@lru_cache(256)
-def not_faked(r: Recipe) -> str | None:
-    """Return the reason why the engine cannot fake-quantize by a recipe, or None if it can."""
-    if r.fake_rule is not None and not rules.FAKE_RULES[r.fake_rule].by_codes:
-        return "a fake_rule, which is a separate formula for the values"
-    return codec.not_encoded(r)
-
-
 FACTOR_SEARCH_BLOCKS = (16, 32)  # block sizes that source/search_factors.h supports
 
 
@@ -270,7 +262,7 @@ def requantize(q: Quantized, target: Recipe) -> tuple[Quantized, int, np.ndarray
 def fake_quantize(call: Call) -> np.ndarray:
     """Return the fake-quantized values of a call, in a new array with the shape and dtype of call.x."""
     # The array is quantized and dequantized, FAKE_ELEMENTS (2^22) elements at a time, so that codes take little memory.
-    if (reason := not_faked(call.recipe)) is not None:
+    if (reason := codec.not_faked(call.recipe)) is not None:
         raise Declined(f"{call.recipe.id} has {reason}")
     _check(call)
     if call.recipe.fake_rule is not None:
@@ -559,7 +551,7 @@ def rotate(r: Rotation) -> np.ndarray:
 COVERAGE: dict[str, Callable[[Recipe], str | None]] = {
     "quantize, and other operations that compute codes": codec.not_encoded,
     "quantize with given block scales": codec.not_encoded_under_scales,
-    "fake_quantize": not_faked,
+    "fake_quantize": codec.not_faked,
     "the search of block amaxes": not_searched,
 }
 COVERAGE_COLUMNS = ("operation", "recipes", "why")

@@ -15,8 +15,8 @@ from pathlib import Path
 from fp4kit.cpu.codec import computed_format, decode_key, element_key, rule_key, tensor_key, top_rule
 from fp4kit.cuda.compiler import constant, decode_rule, format_struct
 from fp4kit.formats import E2M1, E4M3, ElementFormat, IntegerOrFloat
-from fp4kit.recipes import RECIPES, Recipe
-from fp4kit.recipes.rules import DECODE_RULES
+from fp4kit.recipes import ALL_RECIPES, Recipe
+from fp4kit.recipes.rules import BLOCK_RULES, DECODE_RULES
 from fp4kit.recipes.schema import as_stored, by_divisor, decoding, encodes_first, faking, takes_divisor, then_encodes
 
 PATH = Path(__file__).parent / "source" / "recipes.inc"
@@ -28,23 +28,26 @@ Facts = dict[str, object]  # members of a C++ struct: {name of a type: type} and
 
 def text() -> str:
     """Return the C++ text that recipes.inc should have for the current recipes of the table."""
-    table = [*RECIPES.values()]
+    table = [r for r in ALL_RECIPES.values() if not r.specification_only]
     formats = {f.name: f for r in table for f in (r.element, r.scale or E4M3)}
     rules = {key: r for r in reversed(table) if (key := rule_key(r)) is not None}
     four_over_six = {key: rules.pop(key) for key, r in tuple(rules.items()) if r.four_over_six}
+    whole = {key: rules.pop(key) for key, r in tuple(rules.items()) if BLOCK_RULES[str(r.block_rule)].whole}
     by_divisors = [by_divisor(r) for r in table if takes_divisor(r)]
     tensors = {key: r for r in reversed([*table, *by_divisors]) if (key := tensor_key(r)) is not None}
-    elements = {element_key(r): r for r in reversed(table)}
+    elements = {element_key(r): r for r in reversed(table) if rule_key(r) not in whole}
     decoded = [other for r in table for other in {faking(r), *(decoding(r, dtype) for dtype in DTYPES)}]
     for r in table:  # decoders of checkpoints, which may store the tensor scale or its reciprocal
         has_both = r.tensor_scaling == "tensor" and r.scale is not None
-        decoded += [] if r.fake_only else [as_stored(r, divides) for divides in (False, True)[: 1 + has_both]]
+        is_stored = not (r.fake_only or r.levels)
+        decoded += [as_stored(r, divides) for divides in (False, True)[: 1 + has_both] if is_stored]
         loads = has_both or (r.scale is None and not r.element.is_integer)
         decoded += _loaded(r) if loads else []
     decodes = {decode_key(r): r for r in reversed(decoded)}
     # (struct, macro that lists the structs, {key: a recipe with this key}, the members of a recipe's struct)
     kinds: tuple[tuple[str, str, dict[str, Recipe], Callable[[Recipe], Facts]], ...] = (
         ("FourOverSix", "FP4KIT_FOUR_OVER_SIX_RULE", four_over_six, _four_over_six),
+        ("Whole", "FP4KIT_WHOLE_RULE", whole, _whole),
         ("Element", "FP4KIT_ELEMENT", elements, _element),
         ("Decoder", "FP4KIT_DECODER", decodes, _decode),
     )
@@ -111,6 +114,12 @@ def _four_over_six(r: Recipe) -> Facts:
         "bool kFlush": r.flush,
         **_two_formats(r),
     }
+
+
+def _whole(r: Recipe) -> Facts:
+    """Return the members of the struct of a rule that computes scales and codes together."""
+    names = {"BlockRule": f"block_{r.block_rule}", "FakeRule": f"fake_{r.fake_rule or 'hif4'}"}
+    return {"Element": _format(r.element)} | names
 
 
 def _element(r: Recipe) -> Facts:

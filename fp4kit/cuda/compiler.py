@@ -246,7 +246,7 @@ def _text(program: ctypes.c_void_p, what: str) -> bytes:
     return buffer.raw
 
 
-PRELUDE = '#include "block.cuh"\n#include "fake.cuh"\n#include "scale_layout.cuh"\n#include "row_step.cuh"\n'
+PRELUDE = "".join(f'#include "{name}.cuh"\n' for name in ("block", "fake", "hif4", "scale_layout", "row_step"))
 
 
 TYPES = {np.dtype(np.float32): "Float32", np.dtype(np.float16): "Float16", np.dtype(ml_dtypes.bfloat16): "Bfloat16"}
@@ -326,6 +326,7 @@ GROUPED = {
     "clip": GroupedEntry("const ClipArguments& a", "clip_gradient<Input, Gradient, {}>(a, grid)"),
     "fake_ms_eden": GroupedEntry(_QUANTIZE, "fake_ms_eden<R, Input, {}>(a, grid)"),
     "fake_quantize": GroupedEntry(_QUANTIZE, "fake_quantize<R, Input, {}>(a, grid)"),
+    "quantize_hif4": GroupedEntry(_QUANTIZE, "quantize_hif4<R, Input, {}>(a, grid)"),
     "quantize": GroupedEntry("QuantizeArguments a", "quantize<R, Input, {}>(a, grid)", _EMPTY),
     "quantize_tile": GroupedEntry(
         _QUANTIZE, "quantize_tile<R, Input, {}>(a, grid)", _EMPTY, include="quantize_tile.cuh"
@@ -503,13 +504,16 @@ def recipe_struct(
     if isinstance(r.element, IntegerOrFloat):
         formats.append(format_struct(E2M1, "FloatFormat"))
     chooses = r.block_rule is None or BLOCK_RULES[r.block_rule].chooses
+    block_rule, fake_rule = "none" if chooses else r.block_rule, r.fake_rule
+    if r.levels:  # the fake rules of HiF4 are HiFloat4's, whatever the block rule is
+        block_rule, fake_rule = ("hif4", fake_rule) if fake and fake_rule else (block_rule, "hif4")
     names = [
         "using Element = ElementFormat;",
         "using Scale = ScaleFormat;",
         f"using TensorRule = tensor_{r.tensor_rule or 'none'};",
-        f"using BlockRule = block_{'none' if chooses else r.block_rule};",
+        f"using BlockRule = block_{block_rule};",
         f"using DecodeRule = {decode_rule(r)};",
-        *([f"using FakeRule = fake_{r.fake_rule};"] if r.fake_rule and unit == 1 else []),
+        *([f"using FakeRule = fake_{fake_rule};"] if fake_rule and unit == 1 else []),
         *(["using FloatElement = FloatFormat;"] if isinstance(r.element, IntegerOrFloat) else []),
     ]
     constants = [constant(name, value) for name, value in facts.items()]

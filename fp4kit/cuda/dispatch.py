@@ -175,6 +175,11 @@ def _takes_fake(request: LaunchRequest) -> bool:
     return uses_fake_rule(request) and fake_unit(request.recipe) == 1 and fits
 
 
+def _takes_hif4(request: LaunchRequest) -> bool:
+    """Return True if the kernel quantize_hif4 supports a request: by rows, for a recipe with several levels."""
+    return bool(request.recipe.levels) and not (request.columns or request.scaled)
+
+
 def _takes_noise(request: LaunchRequest) -> bool:
     """Return True if the kernel quantize_stochastic supports a request: rowwise stochastic rounding by noise."""
     # Blocks must have one row, and a multiple of NOISE_RUN (16) columns.
@@ -278,6 +283,12 @@ def _fake_grid(request: LaunchRequest, device: Device) -> int:
     """
     runs = VALUE_RUNS if request.recipe.block and not has_table(request.recipe) else MORE_VALUE_RUNS
     return grid(value_blocks(*request.kernel_shape, request.dtype, runs), device, UNLIMITED)
+
+
+def _hif4_grid(request: LaunchRequest, device: Device) -> int:
+    """Return the number of thread blocks of quantize_hif4, in which each thread reads 64 bytes or writes 32."""
+    runs = VALUE_RUNS if request.values else THREAD_BYTES // 16
+    return grid(value_blocks(*request.shape, request.dtype, runs), device, UNLIMITED)
 
 
 def _patch_sizes(request: LaunchRequest) -> tuple[int, ...]:
@@ -384,6 +395,8 @@ def _threads_grid(request: LaunchRequest, device: Device, unit: int) -> int:
 # ---- the table of kernels ----
 
 KERNEL_CHOICES = (
+    # For HiF4, whose scales have several levels.
+    KernelChoice("quantize_hif4", _takes_hif4, _hif4_grid),
     # For stochastic rounding by noise (ComfyUI, MSLK), which no other kernel computes.
     KernelChoice("quantize_stochastic", _takes_noise, lambda w, d: _threads_grid(w, d, w.recipe.block_size)),
     # For the fake rules of fouroversix's MS-EDEN, which correct the scales of several blocks together.
@@ -415,7 +428,8 @@ def find_kernel(request: LaunchRequest) -> KernelChoice | None:
     """Return the first kernel in KERNEL_CHOICES that supports a request, or None if no kernel does."""
     if unsupported(request.recipe) or needs_search(request) or (adds_noise(request) and not _takes_noise(request)):
         return None
-    return next((choice for choice in KERNEL_CHOICES if choice.takes(request)), None)
+    choices = KERNEL_CHOICES[:1] if request.recipe.levels else KERNEL_CHOICES
+    return next((choice for choice in choices if choice.takes(request)), None)
 
 
 def kernel_for(request: LaunchRequest) -> KernelChoice:

@@ -27,7 +27,7 @@ from fp4kit.ops.quantize import quantize
 from fp4kit.ops.transforms import unswizzle
 from fp4kit.quantized.container import NEVER_NAN, Quantized, check_quantized
 from fp4kit.quantized.slicing import box_of
-from fp4kit.recipes import ALL_RECIPES, RECIPES, Recipe
+from fp4kit.recipes import ALL_RECIPES, RECIPES, Recipe, is_simple
 from fp4kit.recipes.rules import NOISE_STOCHASTICS
 from fp4kit.reference import tensor_rules
 from fp4kit.reference.stochastic import HADAMARD_BLOCK, TE_SIGN_MASK, hadamard_blocks
@@ -419,7 +419,7 @@ def _fault(q: Quantized, x: np.ndarray) -> str:
 
 def candidates_of(own: Recipe) -> Iterator[Recipe]:
     """Yield the recipes that identify tries for a Quantized whose recipe is `own`."""
-    table = (ALL_RECIPES if own.specification_only else RECIPES).values()
+    table = (RECIPES if is_simple(own) else ALL_RECIPES).values()
     yield from (r for r in table if _comparable(own, r))
     if own in table or own.fake_only:
         return
@@ -476,8 +476,7 @@ def _variations(whole: CandidateAmaxes, candidates: Sequence[Recipe]) -> Iterato
     fitting = [
         r
         for r in candidates
-        if r.tensor_scaling == q.recipe.tensor_scaling
-        and not (r.specification_only or (is_nan and r.tensor_rule in NEVER_NAN))
+        if r.tensor_scaling == q.recipe.tensor_scaling and is_simple(r) and not (is_nan and r.tensor_rule in NEVER_NAN)
     ]
     rounded = [
         r

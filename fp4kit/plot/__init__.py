@@ -30,7 +30,7 @@ from fp4kit.ops.quantize import dequantize, quantize
 from fp4kit.plot.style import BLUE, GREEN, GREY, MARKS, ORANGE, STYLE, axes, without_frame
 from fp4kit.quantized.container import Quantized
 from fp4kit.quantized.slicing import on_host
-from fp4kit.recipes import Recipe, recipe_of
+from fp4kit.recipes import Recipe, is_simple, recipe_of
 from fp4kit.reference.search import under_every_scale
 from fp4kit.types import RecipeId
 
@@ -488,7 +488,7 @@ def _swept(x: np.ndarray, r: Recipe, q: Any) -> tuple[np.ndarray, np.ndarray]:
         return scales.astype(np.float64), dequantize(swept, np.float32)[places]
     codes = np.flatnonzero((r.scale.values > 0) & np.isfinite(r.scale.values)).astype(np.uint8)
     tensor = 1 if q.tensor_scale is None else float(np.squeeze(q.tensor_scale))
-    if r.specification_only:
+    if not is_simple(r):
         codes, values = under_every_scale(x, r, q.tensor_scale)
         return r.scale.values[codes].astype(np.float64) * tensor, values
     if isinstance(r.element, IntegerOrFloat):

@@ -4,7 +4,7 @@ A producer is a library or standard that defines how to quantize. Each producer 
 collects the recipes of all modules.
 """
 
-from fp4kit.recipes.schema import Recipe
+from fp4kit.recipes.schema import Recipe, is_simple
 from fp4kit.recipes.table import (
     ALIASES,
     ALL_RECIPES,
@@ -26,6 +26,7 @@ __all__ = [
     "Recipe",
     "custom_recipe",
     "family",
+    "is_simple",
     "recipe",
     "recipe_of",
     "recipes",

@@ -8,13 +8,13 @@ from __future__ import annotations
 from typing import Any
 
 from fp4kit.formats import E1M2, E2M1, E6M2, E8M0, MXFP4, MXFP8_E4M3, NVFP4, ElementFormat
-from fp4kit.recipes.schema import Level, Made, Recipe, of_format, producer, variant
+from fp4kit.recipes.schema import HIF4_LEVELS, Level, Made, Recipe, of_format, producer, variant
 
 _HIF4: dict[str, Any] = {
     "scale": E6M2,
     "block": (1, 64),
     "decode_rule": "hif4",
-    "levels": (Level(64, "E6M2"), Level(8, "exponent1"), Level(4, "exponent1")),
+    "levels": HIF4_LEVELS,
 }
 _HIFLOAT4 = "HiFloat4 6d937b6 hif4_gpu/quant_cy"
 

@@ -49,8 +49,8 @@ class BlockRuleTraits(NamedTuple):
         integers: True if the rule also supports integer elements.
         chooses: True if each block chooses between two candidates by the error measure Recipe.four_over_six.
             reference/four_over_six.py quantizes by such a rule, which has no functions for scale and factor.
-        whole: True if the rule computes scales and codes together (reference/ascend.py). Only the specification has
-            such rules: Recipe.specification_only.
+        whole: True if the rule computes scales and codes together (reference/ascend.py).
+        specified: True if only the specification has the rule.
     """
 
     scale: str
@@ -67,6 +67,7 @@ class BlockRuleTraits(NamedTuple):
     integers: bool = False
     chooses: bool = False
     whole: bool = False
+    specified: bool = False
 
 
 _POWER = BlockRuleTraits("E8M0", flush=None)
@@ -175,9 +176,9 @@ BLOCK_RULES: dict[str, BlockRuleTraits] = {
     "hif4_amct": BlockRuleTraits("E6M2", one_level=True, whole=True),
     "e8m0_msmodelslim": BlockRuleTraits("E8M0"),
     "e8m0_msmodelslim_ceil_x": BlockRuleTraits("E8M0", one_level=True),
-    "e8m0_msmodelslim_4over6": BlockRuleTraits("E8M0", six=True, one_level=True, whole=True),
+    "e8m0_msmodelslim_4over6": BlockRuleTraits("E8M0", six=True, one_level=True, whole=True, specified=True),
     "e8m0_msmodelslim_fp8": BlockRuleTraits("E8M0", reads_amax=True, one_level=True),
-    "e8m0_msmodelslim_fp8_mse": BlockRuleTraits("E8M0", one_level=True, whole=True),
+    "e8m0_msmodelslim_fp8_mse": BlockRuleTraits("E8M0", one_level=True, whole=True, specified=True),
     # Rules for user-defined formats: the scale is rounded to nearest, up or down
     "amax": BlockRuleTraits(ANY_FORMAT),
     "amax_up": BlockRuleTraits(ANY_FORMAT),
@@ -257,7 +258,7 @@ class DecodeRule(NamedTuple):
         fake: name of the rule to use instead in fake_quantize; "" if this rule is used.
         loader: True if the rule is that of an engine that loads codes and scales of any producer from a checkpoint.
         to_bfloat16: True if values are rounded to bfloat16 before they are rounded to the dtype of the result.
-        levels: True if the rule is for hierarchical recipes (Recipe.levels), which only the specification decodes.
+        levels: True if the rule is for hierarchical recipes (Recipe.levels).
     """
 
     scales: tuple[str | None, ...]
@@ -396,8 +397,8 @@ FAKE_RULES: dict[str, FakeRule] = {
     "nvfp4_fp_quant": FakeRule("E4M3", six=True, one_level=True),
     "ms_eden": FakeRule("E4M3", six=True, unit=32, stochastic="ms_eden"),
     "ms_eden_if4": FakeRule("E4M3", six=True, unit=32, stochastic="ms_eden"),
-    "hif4_native": FakeRule("E6M2", whole=True),
-    "hif4_float64": FakeRule("E6M2", whole=True),
+    "hif4_native": FakeRule("E6M2", by_codes=True),
+    "hif4_float64": FakeRule("E6M2", by_codes=True),
     "nvfp4_hifloat4": FakeRule("E4M3", six=True, one_level=True, whole=True),
     "nvfp4_hifloat4_native": FakeRule("E4M3", six=True, one_level=True, whole=True),
     "mx_hifloat4": FakeRule("E8M0", whole=True),

@@ -105,19 +105,30 @@ EVIDENCE = {
     "reference": "recorded from a reference implementation of the producer",
     "live": "live",
 }
+# The levels that all engines compute, by rules for them; only the specification computes others
+HIF4_LEVELS = (Level(64, "E6M2"), Level(8, "exponent1"), Level(4, "exponent1"))
 # The operations that work for recipes that only the specification computes, on arrays in host memory
 _SPECIFIED = (
     *("recipe", "quantize", "fake_quantize", "dequantize", "quantize_grouped", "fake_quantize_grouped"),
     *("Quantized", "from_parts", "compare_recipes", "explain", "plot.block", "plot.error_against_scale"),
 )
+# The operations that work for recipes with levels that all engines compute
+_WITH_LEVELS = (*_SPECIFIED, "GroupedPlan", "source", "kernels")
 # The operations that work for a Quantized with several levels of scales
 _LEVELED = ("dequantize", "Quantized", "equals", "compare", "statistics", "identify", "plot.histogram")
 
 
+def is_simple(r: Recipe) -> bool:
+    """Return whether every operation supports r: it has one level of scales, and all engines compute it."""
+    return not (r.levels or r.specification_only)
+
+
 def check_engines(op: str, r: Recipe) -> None:
-    """Raise NotImplementedError if only the specification computes r, and `op` needs another engine."""
-    if r.specification_only and op not in _SPECIFIED:
+    """Raise NotImplementedError if `op` does not support r because of its levels or its rules."""
+    alone = r.specification_only
+    if (alone or r.levels) and op not in (_SPECIFIED if alone else _WITH_LEVELS):
         what = "is computed by the specification alone"
+        what = what if alone else f"has {len(r.levels)} levels of scales, which {op} does not support"
         raise NotImplementedError(f"{op}: {r.id} {what}; needs another recipe, or {', '.join(_SPECIFIED[1:4])}")
 
 
@@ -308,11 +319,16 @@ class Recipe:
 
     @property
     def specification_only(self) -> bool:
-        """True if only the specification computes the recipe, on arrays in host memory."""
-        if self.levels or (self.search and rules.SEARCHES[self.search].block_rule):
+        """True if only the specification computes the recipe, on arrays in host memory.
+
+        It is False for HiF4: recipes with E6M2 scales per 64 elements, and exponent bits per 8 and 4 elements.
+        """
+        if self.levels and (self.is_custom or self.levels != HIF4_LEVELS):
+            return True
+        if self.search and rules.SEARCHES[self.search].block_rule:
             return True
         fake = self.fake_rule is not None and rules.FAKE_RULES[self.fake_rule].whole
-        return fake or (self.block_rule is not None and rules.BLOCK_RULES[self.block_rule].whole)
+        return fake or (self.block_rule is not None and rules.BLOCK_RULES[self.block_rule].specified)
 
     @property
     def cut_multiple(self) -> int:

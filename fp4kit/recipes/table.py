@@ -13,7 +13,7 @@ from typing import Any, Literal
 from fp4kit.arguments import as_word
 from fp4kit.formats import ELEMENT_FORMATS, IF4, MX4, Codebook, ElementFormat
 from fp4kit.recipes import ascend, local, nvidia, pytorch, serving, training
-from fp4kit.recipes.schema import PRODUCERS, Alias, Level, Recipe, as_levels, check_engines
+from fp4kit.recipes.schema import PRODUCERS, Alias, Level, Recipe, as_levels, check_engines, is_simple
 
 _PRODUCERS = (  # within a format, their order is that of recipes()
     *(pytorch.ocp, nvidia.te, nvidia.flashinfer, nvidia.modelopt, pytorch.torchao, pytorch.compressed_tensors),
@@ -28,8 +28,8 @@ _made = [made for define in _PRODUCERS for made in define()]
 _recipes = sorted((r for r in _made if isinstance(r, Recipe)), key=lambda r: _FORMATS.index(r.format_name))
 
 ALL_RECIPES: dict[str, Recipe] = {r.id: r for r in _recipes}
-# the recipes that all engines compute; the others have Recipe.specification_only
-RECIPES: dict[str, Recipe] = {id: r for id, r in ALL_RECIPES.items() if not r.specification_only}
+# the recipes that every operation supports: those without levels or Recipe.specification_only
+RECIPES: dict[str, Recipe] = {id: r for id, r in ALL_RECIPES.items() if is_simple(r)}
 # {id of the alias: Alias}, for aliases that name a producer whose codes and scales equal another producer's
 PRODUCER_ALIASES: dict[str, Alias] = {alias.id: alias for alias in _made if isinstance(alias, Alias)}
 

@@ -107,14 +107,15 @@ def quantize_hif4(blocks: Array, r: Recipe, amax: Array | None) -> tuple[Array, 
 def hif4_native(x: Array, r: Recipe, tensor_amax: Array | None, amax: Array | None, dtype: Dtype) -> Array:
     """Fake-quantize x as HiFloat4 does without force_fp32: every operation is rounded to dtype.
 
-    In float16, 2^-48 is 0, so that a block of zeros gives NaN.
+    In float16, 2^-48 is 0, so that a block of zeros gives NaN. The sign of NaN is not HiFloat4's, but always plus.
     """
     r_, blocks = _rounds_to(dtype), x.reshape(len(x), -1, r.block_size)
     found = hif4(np.abs(blocks), r, dtype)
     y = np.sign(blocks) * found.magnitudes
     for level, bits in zip(r.exponent_levels, found.exponents, strict=True):
         y = r_(y * powers_of(bits, level.columns))
-    return np.asarray(r_(y * found.scale[..., None]), np.float32).reshape(x.shape)
+    y = np.asarray(r_(y * found.scale[..., None]), np.float32)
+    return np.where(np.isnan(y), np.float32(np.nan), y).reshape(x.shape)  # NumPy's sign depends on the shape
 
 
 def hif4_float64(x: Array, r: Recipe, tensor_amax: Array | None, amax: Array | None, dtype: Dtype) -> Array:

@@ -323,10 +323,10 @@ WRONG = [
     (("quantize", "nvfp5"), {}, ValueError, "source: no recipe is called 'nvfp5'"),
     (("swizzle", "mxfp4-msmodelslim-dual"), {"scale_layout": "swizzled_8x4"}, NotImplementedError, "mxfp4-msmodelslim"),
     (
-        ("quantize", "hif4-amct"),
+        ("quantize", "mxfp4-msmodelslim-ceil-x-search"),
         {},
         NotImplementedError,
-        "source: hif4-amct has rules of the specification alone, which no CUDA kernel supports",
+        "source: mxfp4-msmodelslim-ceil-x-search has rules of the specification alone, which no CUDA kernel supports",
     ),
     (("quantize", "nvfp4-modelopt-fake"), {}, ValueError, "is a fake quantizer and has values only"),
     (("quantize", "mxfp4-auto-round-opt"), {}, NotImplementedError, "source: mxfp4-auto-round-opt has search="),

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from hadamard_runs import F16, F32, Runs
+from hif4_inputs import drawn
 from host import cupy_on_host as cupy
 from host.alone import transform
 from host.compiler import require_compiler
@@ -159,6 +160,19 @@ def scale_of_nothing() -> None:
         assert differing(gpu.tensor_scale, cpu.tensor_scale) == 0, DIFFERS
 
 
+def hif4() -> None:
+    """Assert that GPU and CPU give equal codes, scales and values of HiF4."""
+    for id in ("hif4-amct", "hifx5-hifloat4"):
+        x = drawn(0, (23, 1216), F32)
+        gpu, cpu = (fp4kit.quantize(a, id) for a in (cupy.asarray(x), x))
+        assert differing(gpu.packed, cpu.packed) + differing(gpu.block_scale, cpu.block_scale) == 0, DIFFERS
+        assert differing(gpu.dequantize(), cpu.dequantize()) == 0, DIFFERS
+        assert differing(fp4kit.fake_quantize(cupy.asarray(x), id), cpu.dequantize()) == 0, DIFFERS
+    for id, dtype in (("hif4-hifloat4-native", F16), ("hif4-hifloat4-numpy", F32)):
+        x = drawn(0, (23, 1216), dtype)
+        assert differing(fp4kit.fake_quantize(cupy.asarray(x), id), fp4kit.fake_quantize(x, id)) == 0, DIFFERS
+
+
 def strips() -> None:
     x = np.resize(Runs(BF16).of_kind("spread")[::-1], (32, 530))
     x[:, 0] = 0  # the largest element is in an odd column
@@ -282,6 +296,16 @@ FAULTS: list[tuple[str, str, str, str, Any]] = [
         *("warp.cuh", "amaxes of half of a row", "distance = 1; distance < 32"),
         *("distance = 1; distance < 16", ROWS_OF_CLUSTERS),
     ),
+    ("hif4.cuh", "ties of scales away from zero", "0xFFFFFu + (bits >> 21 & 1u)", "0x100000u", hif4),
+    ("hif4.cuh", "another inverse", "0x122B4D80u", "0x122A4D80u", hif4),
+    ("hif4.cuh", "magnitudes that are not rounded to bfloat16", "steps = hif4_bfloat16(steps)", "steps = steps", hif4),
+    ("quantize_hif4.cu", "a bit of an amax at the threshold", "other)) >= 4.0f", "other)) > 4.0f", hif4),
+    ("quantize_hif4.cu", "a bit of the wrong group", "largest[g ^ 1]", "largest[g]", hif4),
+    ("quantize_hif4.cu", "codes of NaN", "words[i] &= kSigns", "words[i] &= ~0u", hif4),
+    ("quantize_hif4.cu", "specials that count", "drop_specials(x);", "", hif4),
+    ("hif4.cuh", "operations that are not rounded", "return round_to<In>(x);", "return x;", hif4),
+    ("hif4.cuh", "float32 instead of float64", "using Number = double;", "using Number = float;", hif4),
+    ("dequantize.cu", "a bit of another group", "(15u - i / kHif4Inner)", "(15u - (i / kHif4Inner ^ 1u))", hif4),
     (
         *("dequantize.cu", "codes fetched too far", "if (next + kStep >= runs) return;"),
         *("", call_of(dequantize, "mxfp8-te", shape=(512, 256))),

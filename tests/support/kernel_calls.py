@@ -300,7 +300,7 @@ def call_of(
         shape: the shape of the input.
         options: the options of the public function.
     """
-    r = RECIPES[id] if isinstance(id, str) else id
+    r = fp4kit.recipe(id) if isinstance(id, str) else id
     return KernelCall(make, r, dtype, tuple(options.items()), shape, misaligned)
 
 
@@ -355,6 +355,11 @@ KINDS = [
     call_of(dequantize, "fp8-modelopt", shape=(5, 38)),
     call_of(dequantize, "int8-modelopt-channel"),
     call_of(dequantize_without_amax, "nvfp4-flashinfer"),
+    call_of(quantize, "hif4-amct", F32, misaligned=True),
+    call_of(quantize_grouped, "hifx5-hifloat4"),
+    call_of(fake_quantize, "hif4-hifloat4", F16),
+    call_of(dequantize, "hif4-hifloat4"),
+    call_of(dequantize_as_it_was, "hifx3-hifloat4", F32),
     call_of(amax, "nvfp4-te"),
     call_of(amax, "nvfp4-te", F16, axis=1),
     call_of(amax, "nvfp4-te", axis=0),

@@ -15,7 +15,7 @@ import numpy as np
 
 from fp4kit.formats import E2M1, E4M3, E5M2, E8M0, INT8, NVFP4, ElementFormat
 from fp4kit.layouts import GGUF_BLOCKS
-from fp4kit.recipes import Recipe
+from fp4kit.recipes import Recipe, is_simple
 from fp4kit.storage.files import DTYPE_BITS, nbytes_of
 
 CODES, SCALES, TENSOR_SCALE, INPUT_SCALE, VALUES = "codes", "scales", "tensor_scale", "input_scale", "values"
@@ -297,7 +297,7 @@ class Container:
         if scaling == "block":
             size = recipe.block == self.block
         parts = recipe.element, recipe.scale, recipe.tensor_scaling
-        is_refused = recipe.fake_only or recipe.specification_only
+        is_refused = recipe.fake_only or not is_simple(recipe)
         return not is_refused and parts == (self.element, self.scale, scaling) and size
 
     def same_codes(self, other: Container) -> bool:

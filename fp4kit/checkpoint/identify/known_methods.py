@@ -24,7 +24,7 @@ from fp4kit.layouts import unpacked
 from fp4kit.ops.identify import amaxes_of, candidates_of
 from fp4kit.ops.quantize import dequantize, quantize
 from fp4kit.quantized.container import Quantized
-from fp4kit.recipes import RECIPES, Recipe
+from fp4kit.recipes import RECIPES, Recipe, is_simple
 from fp4kit.reference.block_rules import BLOCK_RULES
 from fp4kit.reference.search import FACTORS
 from fp4kit.reference.tensor_rules import TensorScale, tensor_scale
@@ -111,7 +111,7 @@ def recipes_under_stored_scales(plain: Layout) -> tuple[Recipe, ...]:
     scaling = "none" if layer.tensor_scale is None else "tensor"
     sample, found = _sample(evidence), []
     for r in evidence.recipes or candidates_of(layer.recipe):
-        if r.tensor_scaling == scaling and r.block_rows == 1 and not (r.search or r.specification_only):
+        if r.tensor_scaling == scaling and r.block_rows == 1 and not r.search and is_simple(r):
             tried = [scale for scale in _tensor_scales(evidence, r) if _codes_match(sample, r, scale)]
             if any(all(_codes_match(part, r, scale) for part in _parts(layer, evidence.x)) for scale in tried):
                 found.append(r)

@@ -58,6 +58,7 @@ static __forceinline__ float larger_float(float a, float b) {
 #include "../../cuda/kernels/rules/block_rules_e4m3_serving.cuh"
 #include "../../cuda/kernels/rules/block_rules_msmodelslim.cuh"
 #include "../../cuda/kernels/rules/block_rules_torchao.cuh"
+#include "../../cuda/kernels/rules/hif4.cuh"
 #include "../../cuda/kernels/rules/implied_amax.cuh"
 #include "../../cuda/kernels/rules/matmul_terms.cuh"
 #include "../../cuda/kernels/rules/random.cuh"

@@ -55,15 +55,16 @@ bool decode_tile(const DecodeCall& call, const Rectangle& tile, const DecodeTabl
             blocks = call.columns / call.block;
   // True if the rows of the tile follow each other without gaps in all arrays, so that they can be decoded as one long
   // row.
-  const bool is_flat =
-      tile.columns == call.columns && call.columns % call.block == 0 && call.out_step == call.columns &&
-      call.packed_step == (entry.is_nibble ? call.columns / 2 : call.columns) &&
-      (!call.scales || call.scales_step == blocks) && !call.tensors.row_step && !call.tensors.block_step;
+  const bool is_flat = tile.columns == call.columns && call.columns % call.block == 0 &&
+                       call.out_step == call.columns &&
+                       call.packed_step == (entry.is_nibble ? call.columns / 2 : call.columns) &&
+                       (!call.scales || call.scales_step == blocks * entry.scale_bytes) && !call.tensors.row_step &&
+                       !call.tensors.block_step;
   const i64 rows = is_flat ? 1 : tile.rows, columns = is_flat ? tile.rows * tile.columns : tile.columns;
   bool is_done = true;
   for (i64 i = tile.row; i < tile.row + rows; ++i) {
     const u8* codes = call.packed + i * call.packed_step + (entry.is_nibble ? tile.column / 2 : tile.column);
-    const u8* scales = call.scales ? call.scales + i * call.scales_step + block : nullptr;
+    const u8* scales = call.scales ? call.scales + i * call.scales_step + block * entry.scale_bytes : nullptr;
     char* out = static_cast<char*>(call.out) + (i * call.out_step + tile.column) * itemsize;
     is_done &= entry.rows[call.output](codes, scales, columns, call.block, tables, call.tensors, i, block, out);
   }
@@ -81,8 +82,8 @@ bool fake_quantize_tile(const EncodeCall& call, const DecodeCall& values, const 
                         const DecodeTables* tables, KnownAmaxes known, const Multipliers* multipliers) {
   const i64 itemsize = sizeof(typename Input<In>::Bits),
             bytes = kDecoders[values.decoder].is_nibble ? tile.columns / 2 : tile.columns;
-  const i64 blocks = tile.columns / call.block;
-  u8* codes = scratch<u8>(static_cast<size_t>(tile.rows * (bytes + blocks)));
+  const i64 scale_bytes = tile.columns / call.block * kDecoders[values.decoder].scale_bytes;  // per row
+  u8* codes = scratch<u8>(static_cast<size_t>(tile.rows * (bytes + scale_bytes)));
   u8* scales = call.block_rule < 0 ? nullptr : codes + tile.rows * bytes;
   EncodeCall encode = call;
   encode.x.data = static_cast<const char*>(call.x.data) +
@@ -93,7 +94,7 @@ bool fake_quantize_tile(const EncodeCall& call, const DecodeCall& values, const 
   encode.packed = codes;
   encode.scales = scales;
   encode.packed_step = bytes;
-  encode.scales_step = blocks;
+  encode.scales_step = scale_bytes;
   const Rectangle whole{0, tile.rows, 0, tile.columns};
   if (known.data) known.data += tile.row / call.block_rows * known.step + tile.column / call.block;
   if (!Encoder<In>{encode, known, multipliers}.encode_tile(whole)) return false;
@@ -101,7 +102,7 @@ bool fake_quantize_tile(const EncodeCall& call, const DecodeCall& values, const 
   decode.packed = codes;
   decode.scales = scales;
   decode.packed_step = bytes;
-  decode.scales_step = blocks;
+  decode.scales_step = scale_bytes;
   const TensorScales& t = values.tensors;
   decode.tensors = {t.encode + tile.row * t.row_step, t.decode + tile.row * t.row_step, t.amax + tile.row * t.row_step,
                     t.row_step, 0};

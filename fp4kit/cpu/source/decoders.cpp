@@ -22,10 +22,18 @@ constexpr FillTablesFunction fill_tables_function() {
 // by which Python looks up the entry.
 template <class R>
 constexpr DecoderEntry decoder_entry(const char* key) {
-  return {key,
-          Decoder<R, Float32>::kIsNibble,
-          {fill_tables_function<R, Float32>(), fill_tables_function<R, Float16>(), fill_tables_function<R, Bfloat16>()},
-          {decode_row<R, Float32>, decode_row<R, Float16>, decode_row<R, Bfloat16>}};
+  if constexpr (std::is_same_v<typename R::DecodeRule, decode_hif4>)
+    return {key,
+            R::Element::kStoredBits == 4,
+            {},
+            {decode_hif4_row<R, Float32>, decode_hif4_row<R, Float16>, decode_hif4_row<R, Bfloat16>},
+            kHif4ScaleBytes};
+  else
+    return {
+        key,
+        Decoder<R, Float32>::kIsNibble,
+        {fill_tables_function<R, Float32>(), fill_tables_function<R, Float16>(), fill_tables_function<R, Bfloat16>()},
+        {decode_row<R, Float32>, decode_row<R, Float16>, decode_row<R, Bfloat16>}};
 }
 
 constexpr DecoderEntry kDecoderEntries[] = {

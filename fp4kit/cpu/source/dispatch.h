@@ -15,6 +15,7 @@
 
 #include "decode_rows.h"
 #include "encode_elements.h"
+#include "hif4.h"
 #include "integer_or_float.h"
 
 // The types of elements and values. The numbers equal those of INPUTS in cpu/codec.py.
@@ -47,6 +48,7 @@ struct BlockScales {
 using EncodeFunction = void (*)(const void*, Factors, float, i64, const u8*, u8*);          // encode_elements
 using ChooseFunction = bool (*)(const BlockRows&, const float*, TensorScale, u8*, float*);  // choose_scales
 using LoadMagnitudesFunction = void (*)(const void*, i64, i64, float*);                     // load_magnitudes
+using EncodeWholeFunction = bool (*)(const void*, const float*, i64, u8*, u8*);             // encode_hif4
 using TensorScaleFunction = TensorScale (*)(float);                                         // tensor_scale
 using FillTablesFunction = void (*)(TensorScale, bool, DecodeTables&);                      // fill_tables
 using DecodeRowFunction = bool (*)(const u8*, const u8*, i64, i64, const DecodeTables*, const TensorScales&, i64, i64,
@@ -57,25 +59,39 @@ using DecodeRowFunction = bool (*)(const u8*, const u8*, i64, i64, const DecodeT
 //   fill_tables  functions that fill the value tables of all scale codes (decode_rows.h); nullptr for one-byte codes
 //                and for recipes without block scales
 //   rows         functions that decode a row of codes (decode_row of decode_rows.h)
+//   scale_bytes  bytes of block scales per block: Recipe.scale_bytes
 struct DecoderEntry {
   const char* key;
   bool is_nibble;
   FillTablesFunction fill_tables[kInputs];
   DecodeRowFunction rows[kInputs];
+  i64 scale_bytes = 1;
 };
 
-// The compiled code of one block rule. A rule uses either `scales` or `choose`; the other pointer is nullptr.
+// The compiled code of a block rule that computes codes and scales together (BlockRuleTraits.whole of
+// recipes/rules.py). Other fields are as in ElementEntry and DecoderEntry.
+//   encodes  functions that encode a row of blocks of finite elements, indexed by InputKind. They return false if the
+//            fallback is needed
+struct WholeRule {
+  EncodeWholeFunction encodes[kInputs];
+  bool is_nibble;
+  i64 scale_bytes;
+};
+
+// The compiled code of one block rule. A rule uses one of `scales`, `choose` and `whole`; the others are nullptr.
 //   scales              for most rules: the functions that find scales from amaxes, indexed by InputKind
 //   choose              for the rules of 4over6 and IF4: the function that chooses between two candidates by errors
 //   clears              for the rules of 4over6: the function that returns whether all codes of a block are 0
 //   factors_by_code     true if a factor depends only on the scale code and the tensor scale, not on the amax
 //   selects_integers    true if blocks whose scale code has bit 7 set get INT4 codes
+//   whole               for rules that compute codes and scales together
 struct BlockRuleEntry {
   const char* key;
   const BlockScales* scales;
   ChooseFunction choose;
   bool (*clears)(float amax);
   bool factors_by_code, selects_integers;
+  const WholeRule* whole = nullptr;
 };
 
 // The compiled code of one tensor rule. `scale` is an array of functions, indexed by InputKind, that return the tensor

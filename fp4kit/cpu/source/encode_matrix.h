@@ -32,6 +32,8 @@
 //   block_rule, element          indices in kBlockRules (-1 for a recipe without block scales) and in kElements
 //   block, block_rows            columns and rows of a block
 //   threads                      largest number of threads to use
+//
+// For a block rule with `whole` (dispatch.h), `element` is not used.
 struct EncodeCall {
   Source x;
   const float *encode, *decode, *amax;
@@ -105,16 +107,20 @@ struct Encoder {
   const Multipliers* multipliers = nullptr;
   const ElementEntry& element = kElements[call.element];
   const EncodeFunction encode = element.encodes[call.random || call.seed][call.input];
+  const WholeRule* whole = call.block_rule < 0 ? nullptr : kBlockRules[call.block_rule].whole;
+  const bool is_nibble = whole ? whole->is_nibble : element.is_nibble;
+  const i64 scale_bytes = whole ? whole->scale_bytes : 1;
 
   // True if rows follow each other without gaps in all arrays, so that the rows of a tile can be encoded as one long
   // row.
-  const bool is_flat = [](const EncodeCall& c, bool is_nibble) {
+  const bool is_flat = [](const EncodeCall& c, bool is_nibble, i64 scale_bytes) {
     const i64 columns = c.x.columns, blocks = columns / c.block;
     return (is_gathered(c.x) || c.x.row_step == columns) && c.block_rows == 1 && columns % c.block == 0 &&
            c.tensor_step == 0 && c.packed_step == (is_nibble ? columns / 2 : columns) &&
-           (!c.scales || c.scales_step == blocks) && ((!c.block_amax && !c.factors) || c.block_step == blocks) &&
-           (!c.random || c.random_step == columns) && (!c.seed || c.stream_stride == columns);
-  }(call, element.is_nibble);
+           (!c.scales || c.scales_step == blocks * scale_bytes) &&
+           ((!c.block_amax && !c.factors) || c.block_step == blocks) && (!c.random || c.random_step == columns) &&
+           (!c.seed || c.stream_stride == columns);
+  }(call, is_nibble, scale_bytes);
 
   // Return the tensor scale of row `row` of the matrix. All rows share one tensor scale if tensor_step is 0.
   TensorScale tensor(i64 row) const {
@@ -240,6 +246,14 @@ struct Encoder {
                             call.packed + (panel.row + i) * call.packed_step + (panel.column + b * kBlockColumns) / 2);
   }
 
+  // Encode a panel of one row by the rule `whole`, as encode_panel does. `amax` holds the amaxes of its `count` blocks,
+  // whose first one is number `first` of the row.
+  bool encode_whole(View<Bits> x, const Rectangle& panel, const float* amax, i64 first, i64 count) const {
+    u8* packed = call.packed + panel.row * call.packed_step + (is_nibble ? panel.column / 2 : panel.column);
+    u8* scales = call.scales ? call.scales + panel.row * call.scales_step + first * scale_bytes : nullptr;
+    return whole->encodes[call.input](x.data, amax, count, packed, scales);
+  }
+
   // Encode a panel: store its codes, and its scale codes if the call wants them. x.data[0] is the first element of the
   // panel. Return false if the panel needs the fallback, otherwise true.
   bool encode_panel(View<Bits> x, const Rectangle& panel) const {
@@ -261,6 +275,7 @@ struct Encoder {
     } else {
       if (!known.data && !find_block_amaxes(x, panel.rows, count, found)) return false;
       if (call.block_amax) scale_amax = call.block_amax + given;
+      if (whole) return encode_whole(x, panel, scale_amax, first, count);
       if (!find_scales(x, panel.rows, count, scale_amax, tensor(panel.row), codes, block_factors)) return false;
       if (!keeps_finite(amax, 1, block_factors, count)) return false;
       if (call.scales)

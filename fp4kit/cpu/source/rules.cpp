@@ -67,13 +67,17 @@ template <class R>
 constexpr TensorScaleFunction kTensorScale[kInputs] = {tensor_scale<R, Float32>, tensor_scale<R, Float16>,
                                                        tensor_scale<R, Bfloat16>};
 
-// The rules of 4over6 and IF4 have only a function that chooses between two candidates, so their `scales` are nullptr.
-// For all other rules, `choose` is nullptr.
+template <class R>
+constexpr WholeRule kWholeRule = {{encode_hif4<R, Float32>, encode_hif4<R, Float16>, encode_hif4<R, Bfloat16>},
+                                  R::Element::kStoredBits == 4,
+                                  kHif4ScaleBytes};
+
 constexpr BlockRuleEntry kBlockRuleEntries[] = {
 #define FP4KIT_BLOCK_RULE(key, ...) \
   {key, kBlockScales<__VA_ARGS__>, nullptr, nullptr, !__VA_ARGS__::BlockRule::kReadsAmax, false},
 #define FP4KIT_FOUR_OVER_SIX_RULE(key, R) {key, nullptr, choose_scales<R>, clears<R>, false, kHasTwoFormats<R>},
-    FP4KIT_BLOCK_RULES FP4KIT_FOUR_OVER_SIX_RULES};
+#define FP4KIT_WHOLE_RULE(key, R) {key, nullptr, nullptr, nullptr, false, false, &kWholeRule<R>},
+    FP4KIT_BLOCK_RULES FP4KIT_FOUR_OVER_SIX_RULES FP4KIT_WHOLE_RULES};
 constexpr TensorRuleEntry kTensorRuleEntries[] = {
 #define FP4KIT_TENSOR_RULE(key, ...) {key, kTensorScale<__VA_ARGS__>},
     FP4KIT_TENSOR_RULES};

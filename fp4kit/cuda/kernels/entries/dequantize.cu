@@ -12,6 +12,7 @@
 //   0.969  with two runs per thread, adjacent within the warp
 //   0.982  if codes and scales are also prefetched
 #include "block.cuh"
+#include "hif4.cuh"
 #include "implied_amax.cuh"
 #include "scale_layout.cuh"
 #include "pack.cuh"
@@ -300,6 +301,92 @@ FP4KIT_DEVICE void dequantize(const DequantizeArguments& a, Grid grid) {
   }
 }
 
+// Store the values of kCount codes of the format F, an E1M<n>, in `values`. The first code is in the lowest bits of
+// `codes`. Other functions decode single codes only by multiplying subnormal numbers.
+template <class F, int kCount>
+FP4KIT_DEVICE void decode_hif4_elements(u64 codes, float (&values)[kCount]) {
+  if constexpr (F::kStoredBits == 4 && F::kMantissaBits == 2) {
+    u32 pairs[kCount / 2];
+    const E2m1Table bfloat16 = {{0x40008000u, 0xE0C0A080u}, {0x3F3F3E00u, 0x3F3F3F3Fu}};  // 0, 0.25 ... 1.75
+    decode_pairs_e2m1<kCount>(static_cast<u32>(codes), bfloat16, pairs);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) values[i] = float_of(i % 2 ? pairs[i / 2] & 0xFFFF0000u : pairs[i / 2] << 16);
+  } else {
+    constexpr float kOne = static_cast<float>(0x800000 >> F::kMantissaBits);  // whose ulp is a step
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      const u32 code = static_cast<u32>(codes >> (F::kStoredBits * i));
+      const float magnitude = float_of(bits_of(kOne) | (code & (F::kSignBit - 1u))) - kOne;
+      values[i] = code & F::kSignBit ? -magnitude : magnitude;
+    }
+  }
+}
+
+// Store in `values` the values of the codes of a run of HiF4 blocks. `scales` holds the scale bytes of its block, and
+// `first` is the number of the run's first group in the block. A group is four elements, which share the inner bit.
+template <class R, int kRun>
+FP4KIT_DEVICE void decode_hif4_run(u64 codes, u32 scales, u32 first, float (&values)[kRun]) {
+  using Element = typename R::Element;
+  const u32 outer = scales >> 8 << first / 2u, inner = ((scales >> 8 & 0xFF00u) | scales >> 24) << first;
+  const float scale = hif4_scale(scales & 0xFFu);
+  decode_hif4_elements<Element>(codes, values);
+#pragma unroll
+  for (u32 i = 0; i < kRun; ++i) {
+    const u32 bits = (outer >> (7u - i / kHif4Outer) & 1u) + (inner >> (15u - i / kHif4Inner) & 1u);
+    values[i] *= scale * float_of((127u + bits) << 23);
+  }
+}
+
+// Decode HiF4 blocks (rules/hif4.cuh) as dequantize does. All addresses are multiples of 16 bytes if kAligned.
+template <class R, class Out, bool kAligned>
+FP4KIT_DEVICE void dequantize_hif4(const DequantizeArguments& a, Grid grid) {
+  using Traits = DequantizeTraits<R, Out>;
+  constexpr int kRun = Traits::kRun, kBytes = Traits::kBytes, kUnroll = 2;
+  constexpr u32 kLanes = kHif4Block / kRun, kStep = kThreads * kUnroll;
+  const u32 runs = static_cast<u32>(a.rows * a.columns / kRun);
+  for (u32 start = static_cast<u32>(grid.block) * kStep; start < runs; start += static_cast<u32>(grid.blocks) * kStep) {
+    const u64 next = start + kStep * static_cast<u64>(a.ahead);
+    if (kAligned && threadIdx.x == 0 && next + kStep < runs) {
+      prefetch_l2<kStep * kBytes>(a.packed + next * kBytes);
+      prefetch_l2<kStep / kLanes * kHif4ScaleBytes>(a.scales + next / kLanes * kHif4ScaleBytes);
+    }
+    u64 codes[kUnroll] = {};
+    u32 scales[kUnroll] = {};
+#pragma unroll
+    for (int k = 0; k < kUnroll; ++k) {
+      const u32 run = minimum(start + k * kThreads + threadIdx.x, runs - 1u);
+      const u8 *packed = a.packed + static_cast<u64>(run) * kBytes, *bytes = a.scales + run / kLanes * 4ull;
+      if constexpr (kAligned) {
+        codes[k] = load_bytes<kBytes>(packed);
+        scales[k] = *reinterpret_cast<const u32*>(bytes);
+      } else {
+        for (int i = 0; i < kBytes; ++i) codes[k] |= static_cast<u64>(packed[i]) << (8 * i);
+        for (int i = 0; i < kHif4ScaleBytes; ++i) scales[k] |= static_cast<u32>(bytes[i]) << (8 * i);
+      }
+    }
+#pragma unroll
+    for (int k = 0; k < kUnroll; ++k) {
+      const u32 run = start + k * kThreads + threadIdx.x;
+      if (run >= runs) break;
+      float values[kRun];
+      decode_hif4_run<R>(codes[k], scales[k], run % kLanes * (kRun / kHif4Inner), values);
+      store_run<Out, kRun, kAligned>(static_cast<typename Out::Bits*>(a.values) + static_cast<u64>(run) * kRun, values);
+    }
+  }
+}
+
+// Decode the part of the matrix that `grid` assigns to this thread block, by the function for the decode rule of R.
+template <class R, class Original, class Out>
+FP4KIT_DEVICE void dequantize_by_rule(const DequantizeArguments& a, Grid grid) {
+  if constexpr (kDecodesHif4<typename R::DecodeRule>) {
+    const u64 addresses =
+        reinterpret_cast<u64>(a.values) | reinterpret_cast<u64>(a.packed) | reinterpret_cast<u64>(a.scales);
+    addresses % 16 == 0 ? dequantize_hif4<R, Out, true>(a, grid) : dequantize_hif4<R, Out, false>(a, grid);
+  } else {
+    dequantize<R, Original, Out>(a, grid);
+  }
+}
+
 // The number of thread blocks that a multiprocessor must hold; 0 means any number. Integer formats need a minimum.
 // Without it, the compiler would give registers to their rare cases, and the usual case would be slower.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
@@ -317,5 +404,5 @@ constexpr int kBlocksPerMultiprocessor =
 // launched for fp4kit.dequantize. A thread takes several runs per step. Launch with any number of thread blocks.
 extern "C" __global__ void __launch_bounds__(kThreads, kBlocksPerMultiprocessor<R>)
     dequantize_kernel(DequantizeArguments a) {
-  dequantize<R, Input, Output>(a, whole_grid());
+  dequantize_by_rule<R, Input, Output>(a, whole_grid());
 }
