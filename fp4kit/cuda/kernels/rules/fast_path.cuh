@@ -62,6 +62,37 @@ struct FastPath {
   static constexpr bool kProductsFit = kExactProducts && kE2m1 && !R::kDivide;
 };
 
+// True if a table of factors also holds a number by which the fast path multiplies elements instead of dividing them
+// (exact_multiplier). Float32 elements have too many bits: few divisors have such a number.
+template <class R, class In>
+constexpr bool kHasMultipliers = R::kDivide && R::kHasTable && !R::BlockRule::kReadsAmax && !R::kRoundScaled &&
+                                 !R::kRepacked && FastPath<R, In>::kIs16Bit && FastPath<R, In>::kExists;
+
+// The recipe that the fast path follows, and the factor that it takes: if kHasMultipliers, R without divisions, and the
+// multiplier. f is an entry of the table of factors, adapted to the block.
+template <class R, class In, bool = kHasMultipliers<R, In>>
+struct FastRecipe {
+  using Type = R;
+  FP4KIT_DEVICE Factor factor(Factor f) { return f; }
+};
+template <class R, class In>
+struct FastRecipe<R, In, true> {
+  struct Type : R {
+    static constexpr bool kDivide = false;
+  };
+  FP4KIT_DEVICE Factor factor(Factor f) { return {f.reciprocal, f.reciprocal}; }
+};
+
+// Return the entry of a table of factors for a scale code, for blocks that are not all zeros. If kHasMultipliers, the
+// field `reciprocal` is the multiplier of the fast path, or NaN if there is none (exact_multiplier).
+template <class R, class In>
+FP4KIT_DEVICE Factor table_entry(u32 code, TensorScale t) {
+  Factor f = factor_of_code<R, In>(code, t);
+  if constexpr (kHasMultipliers<R, In>)
+    f.reciprocal = exact_multiplier(f.value, f.reciprocal, (1u << (23 - In::kMantissaBits)) - 1u);
+  return f;
+}
+
 // Return true if R::kRepacked leaves the codes of a block with this factor unchanged. (With R::kRepacked, the producer
 // decodes the codes and encodes the values again when it packs them.) Two conditions must hold. First, no value may
 // overflow the type of the elements. Second, for E8M0 scales, the type must represent the scale; for other scales, the
