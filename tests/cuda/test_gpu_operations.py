@@ -286,6 +286,29 @@ def test_every_bfloat16_under_every_scale() -> None:
         check(np.repeat(x, 2, axis=1), name)
 
 
+# Tensor scales. Under 1, a scale of 15/8 is a divisor with no multiplier (kernels/rules/quotients.cuh). Under most
+# others, the multiplier is not the rounded reciprocal.
+DIVISORS = (1.0, 134 / 5, 131 / 3, np.nextafter(np.float32(26), np.float32(0)), 132 / 7, 3.7)
+
+
+@pytest.mark.parametrize("name", every(2, ["nvfp4-modelopt", "nvfp4-compressed-tensors"]))
+@pytest.mark.parametrize("divisor", DIVISORS, ids=str)
+def test_quotients_at_midpoints(divisor, name) -> None:
+    """Quotients that are midpoints of E2M1, or next to one, get the CPU's codes, along rows and columns."""
+    scales = np.float32(divisor) * (1 + np.arange(8, dtype=np.float32) / 8)
+    signed = np.resize([1, -1], (8, 7)) * scales[:, None] * np.float32([0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5])
+    x = np.zeros((8, 32), ml_dtypes.bfloat16)
+    x[:, ::16] = scales[:, None] * 6
+    x[:, 1:8] = signed
+    bits = x.view(np.uint16)
+    bits[:, 9:16], bits[:, 17:24] = bits[:, 1:8] - 1, bits[:, 1:8] + 1
+    x = np.tile(x, (4, 1))
+    amax = float(np.float32(divisor) * 2688)
+    check(x, name, tensor_amax=amax)
+    check(np.ascontiguousarray(x.T), name, axis=-2, tensor_amax=amax)
+    agree(fp4kit.quantize_both, x, name, tensor_amax=amax)
+
+
 def test_random_bytes_along_another_axis() -> None:
     x = blocks(np.float32, 64, 96)
     seed = np.random.default_rng(6).integers(0, 256, x.shape).astype(np.uint8)

@@ -48,33 +48,6 @@ static __forceinline__ bool is_last_significand(float value) {
 template <class In>
 constexpr u32 kUnusedBits = sizeof(typename Input<In>::Bits) == 2 ? (1u << (23 - In::kMantissaBits)) - 1u : 0u;
 
-// Return true if a number at or near a midpoint is rounded up to its E2M1 value, ties to even. `odd` is the midpoint
-// divided by a power of two (1, 3, 5 or 7), and `value` is the number divided by the same power. If the number is the
-// midpoint itself, 1/4, 5/4, 5/2 and 5 are rounded down, and 3/4, 7/4 and 7/2 up.
-static __forceinline__ bool rounds_up(float value, u32 odd) {
-  const float midpoint = static_cast<float>(odd);
-  return (value > midpoint) | ((value == midpoint) & (odd % 4u == 3u));
-}
-
-// Return true if x * multiplier has the same E2M1 code as x / d for every x whose unused_bits are 0. `multiplier` must
-// be within 1.5 ulp of 1 / d.
-//
-// Midpoints of E2M1 are 1, 3, 5 and 7 times powers of two. For each of these four numbers, only one x is tried: the x
-// nearest to that multiple of d, if it is within 8 ulp of the multiple. No other x can fail, because its quotient
-// differs from the midpoint by more than a relative 7 * 2^-24. Rounding changes the quotient by at most a relative
-// 2^-24. The product differs from the quotient by at most a relative 4 * 2^-24.
-static __forceinline__ bool is_exact_multiplier(float multiplier, float d, u32 unused_bits) {
-  bool is_exact = true;
-  FP4KIT_UNROLL
-  for (u32 odd = 1; odd < 8; odd += 2) {
-    const u32 multiple = bits_of(d * static_cast<float>(odd)),
-              nearest = (multiple + (unused_bits + 1u) / 2u) & ~unused_bits;
-    const float x = float_of(nearest);
-    is_exact &= (nearest + 8u - multiple > 16u) | (rounds_up(x / d, odd) == rounds_up(x * multiplier, odd));
-  }
-  return is_exact;
-}
-
 // One multiplier per scale code, for recipes whose divisor depends only on the scale code of the block and the tensor
 // scale. all_exact is true if every divisor between kFastDivisorAbove and kFastDivisorBelow has an exact multiplier
 // (is_exact_multiplier). If it is false, the multipliers must not be used.

@@ -181,9 +181,9 @@ FP4KIT_DEVICE void store_scales(const QuantizeArguments& a, const RunPosition& p
 //
 // x is the run at `place`, transformed if R::kHadamard, and `own` is largest_bits_of(x). The amax of the block is the
 // largest `own` among the threads that share the block, or, if R::kStatic and a.block_amax is given, the block's
-// element of a.block_amax. `table` holds the Factor of each scale code if R::kHasTable. `random` holds the random bytes
-// of the run for stochastic rounding. All threads of a warp must call this function.
-template <class R, class In, bool kAligned>
+// element of a.block_amax. `table` holds the Factor of each scale code if R::kHasTable. Fast is the FastRecipe.
+// `random` holds the random bytes of the run for stochastic rounding. All threads of a warp must call this function.
+template <class R, class In, bool kAligned, class Fast>
 FP4KIT_DEVICE bool quantize_finite(const QuantizeArguments& a, const RunPosition& place,
                                    const Run<In, QuantizeTraits<R, In>::kRun>& x, u32 own, TensorScale t,
                                    const Factor* table, const Words& random) {
@@ -202,9 +202,10 @@ FP4KIT_DEVICE bool quantize_finite(const QuantizeArguments& a, const RunPosition
   }
   Factor f;
   const u32 code = scale_block<R, In>(float_of(amax), t, table, f);
-  if (!takes_fast_path<R, In>(largest, f)) return false;
+  f = Fast::factor(f);
+  if (!takes_fast_path<typename Fast::Type, In>(largest, f)) return false;
   if (!place.inside) return true;
-  store_finite<R, In, kAligned>(a, static_cast<i64>(place.run) * kRun, x, f, code, t, random);
+  store_finite<typename Fast::Type, In, kAligned>(a, static_cast<i64>(place.run) * kRun, x, f, code, t, random);
   store_scales<R, In>(a, place, code, t);
   return true;
 }
@@ -245,7 +246,8 @@ FP4KIT_DEVICE void quantize_any(const QuantizeArguments& a, const RunPosition& p
 // x holds the runs if there is a fast path (they are transformed in place); otherwise x is not read. place_of(k)
 // returns the RunPosition of run k. If kOneScale, `whole_scale` is the tensor scale of all runs. Otherwise `amaxes`
 // holds the amax for each run's tensor scale. `table` holds the Factor of each scale code if R::kHasTable.
-template <class R, class In, bool kAligned, bool kOneScale = QuantizeTraits<R, In>::kOneScale, class Place>
+template <class R, class In, bool kAligned, bool kOneScale = QuantizeTraits<R, In>::kOneScale,
+          class Fast = FastRecipe<R, In>, class Place>
 FP4KIT_DEVICE void quantize_step(const QuantizeArguments& a,
                                  Run<In, QuantizeTraits<R, In>::kRun> (&x)[QuantizeTraits<R, In>::kUnroll],
                                  const float (&amaxes)[QuantizeTraits<R, In>::kUnroll], TensorScale whole_scale,
@@ -263,7 +265,7 @@ FP4KIT_DEVICE void quantize_step(const QuantizeArguments& a,
     const RunPosition place = place_of(k);
     if (!kOneScale && (k == 0 || bits_of(amaxes[k]) != bits_of(amaxes[k - 1])))
       t = R::TensorRule::template scale<R, In>(amaxes[k]);  // two divisions, once for the runs of a row
-    if (!Traits::kHasFastPath || !quantize_finite<R, In, kAligned>(a, place, x[k], own, t, table, random[k]))
+    if (!Traits::kHasFastPath || !quantize_finite<R, In, kAligned, Fast>(a, place, x[k], own, t, table, random[k]))
       pending |= place.inside << k;
   }
 #pragma unroll 1
@@ -285,26 +287,27 @@ FP4KIT_DEVICE void quantize(const QuantizeArguments& a, Grid grid) {
   __shared__ Factor table[R::kHasTable ? kTableSize : 1];
   const Walk<R, In> walk = walk_of<R, In>(a);
   const TensorScale whole_scale = Traits::kOneScale ? tensor_scale_of<R, In>(a.tensor_amax, 0, 0, 1) : TensorScale{};
-  if constexpr (R::kHasTable) {
-    if (threadIdx.x < kTableSize) table[threadIdx.x] = factor_of_code<R, In>(threadIdx.x, whole_scale);
-    __syncthreads();
-  }
+  const bool multiplies = !R::kHasTable || fill_table<R, In>(table, whole_scale);
   if constexpr (R::kTensorScaling == TensorScaling::tensor && !R::kFake) {
     if (grid.block == 0 && threadIdx.x == 0 && a.tensor_scale) store_tensor_scale(a, 0, whole_scale);
   }
-  for (u32 step = static_cast<u32>(grid.block); step < walk.steps; step += static_cast<u32>(grid.blocks)) {
-    if (is_padding<R, In>(walk, step)) continue;
-    const auto place_of = [&](int k) { return run_position<R, In>(walk, step, k); };
-    Run<In, Traits::kRun> x[Traits::kUnroll];
-    float amaxes[Traits::kUnroll];
+  const auto quantize_all = [&](auto fast) {
+    for (u32 step = static_cast<u32>(grid.block); step < walk.steps; step += static_cast<u32>(grid.blocks)) {
+      if (is_padding<R, In>(walk, step)) continue;
+      const auto place_of = [&](int k) { return run_position<R, In>(walk, step, k); };
+      Run<In, Traits::kRun> x[Traits::kUnroll];
+      float amaxes[Traits::kUnroll];
 #pragma unroll
-    for (int k = 0; k < Traits::kUnroll; ++k) {
-      const RunPosition place = place_of(k);
-      if constexpr (Traits::kHasFastPath) x[k] = read_run_of<R, In, kAligned>(a, place.run);
-      amaxes[k] = tensor_amax_of<R, In>(a, place);
+      for (int k = 0; k < Traits::kUnroll; ++k) {
+        const RunPosition place = place_of(k);
+        if constexpr (Traits::kHasFastPath) x[k] = read_run_of<R, In, kAligned>(a, place.run);
+        amaxes[k] = tensor_amax_of<R, In>(a, place);
+      }
+      quantize_step<R, In, kAligned, Traits::kOneScale, decltype(fast)>(a, x, amaxes, whole_scale, table, place_of);
     }
-    quantize_step<R, In, kAligned>(a, x, amaxes, whole_scale, table, place_of);
-  }
+  };
+  if (multiplies) return quantize_all(FastRecipe<R, In>{});
+  if constexpr (kHasMultipliers<R, In>) quantize_all(FastRecipe<R, In, false>{});
 }
 
 // Load the runs x[k] at place_of(k), for k = 0 ... kUnroll - 1.

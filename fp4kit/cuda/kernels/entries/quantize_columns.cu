@@ -65,8 +65,8 @@ FP4KIT_DEVICE void quantize_pending_runs(const PatchArguments& a, const TileRuns
 // Quantize a tile along its rows, for blocks in a row, and store codes in a.packed and scale codes in a.scales. Rows
 // and columns outside of the matrix are left out. If P::kKeepsElements, the elements are read from `elements`,
 // otherwise from a.x. A thread takes one run of 16 elements at a time, and the runs of a block are in neighboring
-// lanes. All threads of the warp must call this function.
-template <class R, class In, bool kAligned, class P>
+// lanes. Fast is the FastRecipe. All threads of the warp must call this function.
+template <class R, class In, bool kAligned, class P, class Fast>
 FP4KIT_DEVICE void quantize_rows(const PatchArguments& a, Tile tile, TensorScale t, const Factor* table,
                                  const TileElements<P>& elements) {
   using Path = FastPath<R, In>;
@@ -96,44 +96,32 @@ FP4KIT_DEVICE void quantize_rows(const PatchArguments& a, Tile tile, TensorScale
       const u32 largest = largest_of_lanes(largest_bits_of(x[i]), 1, R::kBlock / 16);
       Factor f;
       const u32 code = scale_block<R, In>(float_of(largest), t, table, f);
-      if (!Path::kExists || !takes_fast_path<R, In>(largest, f)) pending |= 1u << (start + i);
+      f = Fast::factor(f);
+      if (!Path::kExists || !takes_fast_path<typename Fast::Type, In>(largest, f)) pending |= 1u << (start + i);
       u32 words[16 / P::kPerWord] = {};
-      if constexpr (Path::kExists) encode_finite<R, In>(x[i], f, words);
+      if constexpr (Path::kExists) encode_finite<typename Fast::Type, In>(x[i], f, words);
       if (start + i < runs.inside) store_run<R>(a, runs, start + i, row_out, words, code);
     }
   }
   if (pending) quantize_pending_runs<R, In>(a, runs, out, pending, t, table);
 }
 
-// Quantize the tiles of a.x that `grid` assigns to this thread block, one after the other: along columns if
-// a.column_packed is not nullptr, and along rows if a.packed is not nullptr. Store codes and scale codes, or only
-// a.values if R::kFake (square blocks only). The first thread of the grid also stores the tensor scale and copies of
-// its amax in those outputs that are not nullptr, if the recipe has a tensor scale. All threads of the thread block
-// must call this function.
-template <class R, class In, bool kAligned>
-FP4KIT_DEVICE void quantize_columns(const PatchArguments& a, Grid grid) {
-  using P = PatchTraits<R, In>;
-  __shared__ Staging<P> staging;
-  __shared__ TileElements<P> elements;
-  __shared__ Factor table[R::kHasTable ? kTableSize : 1];
-  const TileOrder<P> tiles(a);
+// Quantize tiles of a.x, from number i on, every `step`th: along columns if a.column_packed is not nullptr, and along
+// rows if a.packed is not nullptr. x holds the elements of this thread's patch of the first tile. Fast is the
+// FastRecipe.
+template <class R, class In, bool kAligned, class Fast, class P>
+FP4KIT_DEVICE void quantize_tiles(const PatchArguments& a, const TileOrder<P>& tiles, u32 i, u32 step,
+                                  Run<In, P::kPatchColumns> (&x)[P::kPatchRows], TensorScale t, const Factor* table,
+                                  Staging<P>& staging, TileElements<P>& elements) {
   const u32 count = tiles.count();
-  u32 i = grid.block;
   Tile tile = tiles.tile(i);
-  Run<In, P::kPatchColumns> x[P::kPatchRows];
-  load_patch<In, kAligned, P>(a, patch_position<P>(tile), x);  // in flight while the table is made
-  const TensorScale t = tensor_scale_of<R, In>(a.tensor_amax, 0, 0, 1);
-  if constexpr (R::kHasTable) {
-    if (threadIdx.x < kTableSize) table[threadIdx.x] = factor_of_code<R, In>(threadIdx.x, t);
-    __syncthreads();
-  }
   while (i < count) {
     const PatchPosition s = patch_position<P>(tile);
     if constexpr (P::kSquare) {
       quantize_square<R, In, kAligned, P>(a, s, x, t, staging);
     } else {
       if (P::kKeepsElements && a.packed) store_patch_elements<In>(elements, s, x);
-      if (a.column_packed) quantize_column_blocks<R, In, P>(a, s, x, t, table, staging);
+      if (a.column_packed) quantize_column_blocks<R, In, P, Fast>(a, s, x, t, table, staging);
     }
     if (a.column_packed || P::kKeepsElements) __syncthreads();
     if (a.column_packed) {
@@ -141,13 +129,47 @@ FP4KIT_DEVICE void quantize_columns(const PatchArguments& a, Grid grid) {
       write_scales<R, P>(a, staging, tile);
     }
     if constexpr (!P::kSquare) {
-      if (a.packed) quantize_rows<R, In, kAligned, P>(a, tile, t, table, elements);
+      if (a.packed) quantize_rows<R, In, kAligned, P, Fast>(a, tile, t, table, elements);
     }
-    i += grid.blocks;
+    i += step;
     if (i >= count) break;
     if (a.column_packed || P::kKeepsElements) __syncthreads();
     tile = tiles.tile(i);
     load_patch<In, kAligned, P>(a, patch_position<P>(tile), x);
+  }
+}
+
+// Quantize tiles as quantize_tiles does, with divisions (fill_table). The call is not inlined, so that this rare case
+// costs the kernel no registers.
+template <class R, class In, bool kAligned, class P>
+FP4KIT_DEVICE_CALL void quantize_tiles_by_quotients(PatchArguments a, u32 i, u32 step, TensorScale t,
+                                                    const Factor* table, Staging<P>* staging,
+                                                    TileElements<P>* elements) {
+  const TileOrder<P> tiles(a);
+  Run<In, P::kPatchColumns> x[P::kPatchRows];
+  load_patch<In, kAligned, P>(a, patch_position<P>(tiles.tile(i)), x);
+  quantize_tiles<R, In, kAligned, FastRecipe<R, In, false>, P>(a, tiles, i, step, x, t, table, *staging, *elements);
+}
+
+// Quantize the tiles of a.x that `grid` assigns to this thread block, one after the other (quantize_tiles). Store codes
+// and scale codes, or only a.values if R::kFake (square blocks only). The first thread of the grid also stores the
+// tensor scale and copies of its amax in those outputs that are not nullptr, if the recipe has a tensor scale. All
+// threads of the thread block must call this function.
+template <class R, class In, bool kAligned>
+FP4KIT_DEVICE void quantize_columns(const PatchArguments& a, Grid grid) {
+  using P = PatchTraits<R, In>;
+  __shared__ Staging<P> staging;
+  __shared__ TileElements<P> elements;
+  __shared__ Factor table[R::kHasTable ? kTableSize : 1];
+  const TileOrder<P> tiles(a);
+  const u32 first = static_cast<u32>(grid.block), step = static_cast<u32>(grid.blocks);
+  Run<In, P::kPatchColumns> x[P::kPatchRows];
+  load_patch<In, kAligned, P>(a, patch_position<P>(tiles.tile(first)), x);  // in flight while the table is made
+  const TensorScale t = tensor_scale_of<R, In>(a.tensor_amax, 0, 0, 1);
+  if (!R::kHasTable || fill_table<R, In>(table, t)) {
+    quantize_tiles<R, In, kAligned, FastRecipe<R, In>, P>(a, tiles, first, step, x, t, table, staging, elements);
+  } else {
+    quantize_tiles_by_quotients<R, In, kAligned, P>(a, first, step, t, table, &staging, &elements);
   }
   if (grid.block == 0 && threadIdx.x == 0 && R::kTensorScaling != TensorScaling::none) {
     if (a.tensor_scale) *a.tensor_scale = t.decode;

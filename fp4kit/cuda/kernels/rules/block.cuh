@@ -69,22 +69,6 @@ FP4KIT_DEVICE float amax_of(const float (&x)[kCount]) {
   return amax.result();
 }
 
-// Return a / divisor in few instructions. `reciprocal` is 1 / divisor, rounded to float32. No step may leave the range
-// of normal numbers. The result may differ from the correctly rounded quotient in its last bits, but two things are
-// certain:
-//
-//   - For every midpoint between neighboring E2M1 values or small integers, the result and the correctly rounded
-//     quotient are on the same side of the midpoint, or both equal it.
-//   - If the divisor is the largest value of a format, the result equals the correctly rounded quotient.
-//
-// This was checked for all 2^23 significands of divisors and every a within 8 ulp of a midpoint; these stand for any a
-// with 8 bits at most. For divisors 2 - 2^-M times powers of two (M = 0 ... 7), to which the largest values of formats
-// belong, it was checked for every a.
-FP4KIT_DEVICE float quotient_by(float a, float divisor, float reciprocal) {
-  const float quotient = a * reciprocal;
-  return fma_rn(fma_rn(-divisor, quotient, a), reciprocal, quotient);
-}
-
 // The factor that scales the elements of a block before they are rounded. Elements are multiplied by `value`, or
 // divided by it if R::kDivide. `reciprocal` is the rounded 1 / value if R::kDivide, and otherwise equals `value`. The
 // exception is R::kThenEncode: elements are also multiplied by the tensor's encode scale, which is stored as

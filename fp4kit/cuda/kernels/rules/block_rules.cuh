@@ -16,6 +16,7 @@
 // factor follows from the scale code (by_code and by_code_or_zero below). See has_table in cuda/compiler.py.
 #pragma once
 
+#include "quotients.cuh"
 #include "tensor_rules.cuh"
 
 // Base of the rules that compute the factor from the scale code and the tensor scale, without the amax of the block.

@@ -49,13 +49,49 @@ struct FastPath {
   static constexpr bool kFactorFits = !(R::kIsOwn && kPowerOfTwo);
   static constexpr bool kExists = kDivisionFits && kFactorFits && !R::kThenEncode && !R::Element::kIsInteger &&
                                   !R::Element::kIsTable && kRoundingFits && kSignFits;
-  // True if two bfloat16 elements are encoded at once, in the halves of a word (encode_pairs_e2m1x8).
-  static constexpr bool kByPairs = FP4KIT_FAST_BF16X2 && !FP4KIT_HAS_CVT_E2M1 && In::kIsBfloat16 && kPowerOfTwo &&
-                                   kE2m1 && kTiesToEven && !R::kDivide && !R::kRoundScaled && !R::kFake &&
-                                   !R::kStochastic;
+  // True if two bfloat16 elements are encoded at once, in the halves of a word: by an instruction (convert_pairs) or,
+  // if kComputesPairs, by arithmetic (encode_pairs_e2m1x8).
+  static constexpr bool kPairsFit =
+      In::kIsBfloat16 && kPowerOfTwo && kTiesToEven && !R::kDivide && !R::kRoundScaled && !R::kFake && !R::kStochastic;
+  static constexpr bool kConvertsPairs =
+      FP4KIT_HAS_CVT_PAIRS && kPairsFit && (kE2m1 || R::Element::kIsE4m3 || R::Element::kIsE5m2);
+  static constexpr bool kComputesPairs = FP4KIT_FAST_BF16X2 && !FP4KIT_HAS_CVT_E2M1 && kPairsFit && kE2m1;
+  static constexpr bool kByPairs = kConvertsPairs || kComputesPairs;
+  static constexpr float kPairScale = kComputesPairs ? 0x1p-9f : 1.0f;  // see code_pair_e2m1
   // True if products have no more bits than 16-bit elements, as stochastic rounding of pairs requires.
   static constexpr bool kProductsFit = kExactProducts && kE2m1 && !R::kDivide;
 };
+
+// True if a table of factors also holds a number by which the fast path multiplies elements instead of dividing them
+// (exact_multiplier). Float32 elements have too many bits: few divisors have such a number.
+template <class R, class In>
+constexpr bool kHasMultipliers = R::kDivide && R::kHasTable && !R::BlockRule::kReadsAmax && !R::kRoundScaled &&
+                                 !R::kRepacked && FastPath<R, In>::kIs16Bit && FastPath<R, In>::kExists;
+
+// The recipe that the fast path follows, and the factor that it takes: if kHasMultipliers, R without divisions, and the
+// multiplier. f is an entry of the table of factors, adapted to the block.
+template <class R, class In, bool = kHasMultipliers<R, In>>
+struct FastRecipe {
+  using Type = R;
+  FP4KIT_DEVICE Factor factor(Factor f) { return f; }
+};
+template <class R, class In>
+struct FastRecipe<R, In, true> {
+  struct Type : R {
+    static constexpr bool kDivide = false;
+  };
+  FP4KIT_DEVICE Factor factor(Factor f) { return {f.reciprocal, f.reciprocal}; }
+};
+
+// Return the entry of a table of factors for a scale code, for blocks that are not all zeros. If kHasMultipliers, the
+// field `reciprocal` is the multiplier of the fast path, or NaN if there is none (exact_multiplier).
+template <class R, class In>
+FP4KIT_DEVICE Factor table_entry(u32 code, TensorScale t) {
+  Factor f = factor_of_code<R, In>(code, t);
+  if constexpr (kHasMultipliers<R, In>)
+    f.reciprocal = exact_multiplier(f.value, f.reciprocal, (1u << (23 - In::kMantissaBits)) - 1u);
+  return f;
+}
 
 // Return true if R::kRepacked leaves the codes of a block with this factor unchanged. (With R::kRepacked, the producer
 // decodes the codes and encodes the values again when it packs them.) Two conditions must hold. First, no value may
@@ -91,6 +127,9 @@ FP4KIT_DEVICE bool takes_fast_path(u32 largest, Factor f) {
     constexpr int kMinExponent = (R::kRoundScaled ? In::kLeastExponent : -149) - In::kLeastExponent;
     takes = takes & (f.reciprocal >= float_of(static_cast<u32>(127 + kMinExponent) << 23));
   }
+  // The factor times kPairScale must not underflow. A factor of 0 is allowed: its bits minus 1 are the largest integer.
+  if constexpr (Path::kComputesPairs)
+    takes = takes & (product < kPairsEnd) & (bits_of(f.value) - 1u >= bits_of(0x1p-124f) - 1u);
   // Instructions on pairs do not flush. Below this factor, every subnormal element has the code 0 anyway.
   if constexpr (R::kFlush && Path::kByPairs) takes = takes & (f.value < 0x1p100f);
   return takes;
@@ -161,6 +200,28 @@ FP4KIT_DEVICE NibbleSigns magnitudes_x8(const Run<In, kRun>& run, Factor f, int 
   }
 }
 
+// True if the signs of codes follow from pair_with_code_signs: if a product is zero, its element is zero.
+template <class R, class In>
+constexpr bool kSignsByPairs = FastPath<R, In>::kIs16Bit && !R::kDivide;
+
+// Replace elements by scaled_finite of them, with the sign bits that their codes get. If kSignsByPairs, the elements
+// must have these signs already. kCount must be even. Without kPacked, a Blackwell GPU needs fewer registers.
+template <class R, class In, bool kPacked = true, int kCount>
+FP4KIT_DEVICE void scale_with_signs(float (&x)[kCount], Factor f) {
+#pragma unroll
+  for (int i = 0; i < kCount; i += 2) {
+    float low = x[i], high = x[i + 1];
+    if constexpr (!kPacked || R::kFlush || R::kDivide || R::kRoundScaled) {
+      low = scaled_finite<R, In>(low, f);
+      high = scaled_finite<R, In>(high, f);
+    } else {
+      mul_f32x2(low, high, f.value * FastPath<R, In>::kNudge);
+    }
+    x[i] = kSignsByPairs<R, In> ? low : with_code_sign_of<R>(low, x[i]);
+    x[i + 1] = kSignsByPairs<R, In> ? high : with_code_sign_of<R>(high, x[i + 1]);
+  }
+}
+
 // Encode a run of finite elements in a block with the factor f, and store their codes in `words`, the first code in the
 // lowest bits. If takes_fast_path is true for the block, the words equal those of exact_codes; otherwise they have no
 // meaning. Rounding must not be stochastic.
@@ -169,13 +230,19 @@ FP4KIT_DEVICE void encode_finite(const Run<In, kRun>& run, Factor f,
                                  u32 (&words)[kRun * R::Element::kStoredBits / 32]) {
   using Path = FastPath<R, In>;
   if constexpr (Path::kByPairs) {
-    const u32 half = bits_of(f.value) >> 16, factor = half | half << 16;
+    const u32 factor = prmt(bits_of(f.value * Path::kPairScale), 0u, 0x3232u);
     u32 signs[kRun / 2];
 #pragma unroll
     for (int i = 0; i < kRun / 2; ++i) signs[i] = pair_with_code_signs<R, In>(run.w[i]);
+    constexpr int kPairs = kRun / 2 / (kRun * R::Element::kStoredBits / 32);  // per word
 #pragma unroll
-    for (int i = 0; i < kRun / 8; ++i)
-      words[i] = with_signs_of_codes<R>(encode_pairs_e2m1x8(run.w + 4 * i, signs + 4 * i, factor));
+    for (int i = 0; i < kRun / 2 / kPairs; ++i) {
+      if constexpr (Path::kConvertsPairs)
+        words[i] = convert_pairs<typename R::Element>(signs + kPairs * i, factor);
+      else
+        words[i] = encode_pairs_e2m1x8(run.w + kPairs * i, signs + kPairs * i, factor);
+      words[i] = with_signs_of_codes<R>(words[i]);
+    }
   } else if constexpr (Path::kE2m1 && !FP4KIT_HAS_CVT_E2M1) {
 #pragma unroll
     for (int i = 0; i < kRun / 8; ++i) {
@@ -184,20 +251,14 @@ FP4KIT_DEVICE void encode_finite(const Run<In, kRun>& run, Factor f,
       words[i] = with_signs_of_codes<R>(encode_e2m1x8<Path::kClamp>(a, signs));
     }
   } else {
-    float y[kRun];
+    Run<In, kRun> x = run;
+    if constexpr (kSignsByPairs<R, In>) {
 #pragma unroll
-    for (int i = 0; i < kRun; ++i) y[i] = element(run, i);
-#pragma unroll
-    for (int i = 0; i < kRun; i += 2) {
-      if constexpr (R::kFlush || R::kDivide || R::kRoundScaled) {
-        y[i] = scaled_finite<R, In>(y[i], f);
-        y[i + 1] = scaled_finite<R, In>(y[i + 1], f);
-      } else {
-        mul_f32x2(y[i], y[i + 1], f.value * Path::kNudge);
-      }
+      for (int i = 0; i < run.kWords; ++i) x.w[i] = pair_with_code_signs<R, In>(x.w[i]);
     }
-#pragma unroll
-    for (int i = 0; i < kRun; ++i) y[i] = with_code_sign_of<R>(y[i], element(run, i));
+    float y[kRun];
+    widen_run(x, y);
+    scale_with_signs<R, In>(y, f);
 #pragma unroll
     for (int i = 0; i < kRun * R::Element::kStoredBits / 32; ++i)
       words[i] = with_signs_of_codes<R>(encode_word<typename R::Element>(y + i * 32 / R::Element::kStoredBits));

@@ -24,15 +24,15 @@
 #include "runs.cuh"
 
 // Replace the 16 elements of y by their transform: y_j = 1/4 sum_i s_i H_ij y_i. s_i is -1 if bit i of kSignMask is
-// set, and otherwise 1. T is float or double, the type of the sums. Neighbors are added first.
+// set, and otherwise 1. T is the type of the sums: float, double or TwoFloats. Neighbors are added first.
 template <u32 kSignMask, class T>
 FP4KIT_DEVICE void quarter_sums(T (&y)[16]) {
 #pragma unroll
   for (int i = 0; i < 16; i += 2) {
-    const T odd = kSignMask >> (i + 1) & 1 ? -0.25f : 0.25f, low = y[i] * (kSignMask >> i & 1 ? -0.25f : 0.25f),
-            high = y[i + 1];
+    const T odd = kSignMask >> (i + 1) & 1 ? -0.25f : 0.25f, minus = kSignMask >> (i + 1) & 1 ? 0.25f : -0.25f,
+            low = y[i] * T(kSignMask >> i & 1 ? -0.25f : 0.25f), high = y[i + 1];
     y[i] = fma_rn(high, odd, low);
-    y[i + 1] = fma_rn(high, -odd, low);
+    y[i + 1] = fma_rn(high, minus, low);
   }
 #pragma unroll
   for (int distance = 2; distance < 16; distance *= 2) {
@@ -87,15 +87,18 @@ FP4KIT_DEVICE bool are_sums_exact(u32 largest, u32 smallest) {
   return largest <= minimum((smallest | 0x007FFFFFu) + (kMaxExponentGap << 23), kInfinityBits - 1u);
 }
 
-// Return a pair. Its low half describes the low halves of all pairs: the 16 bits of the smallest nonzero magnitude,
-// minus 1, or 0xFFFF if all magnitudes are zero. Its high half describes the high halves in the same way.
-template <int kCount>
+// Return a pair. Its low half describes the low halves of all pairs: the bits of the smallest nonzero magnitude, minus
+// 1, or 0x7FFF if all magnitudes are zero. Its high half describes the high halves in the same way. No element may be
+// NaN.
+//
+// The bits minus 1 are NaN for a zero, which min_magnitude ignores. The sign bit that is set first keeps a zero in the
+// low half from changing the high half. Sign bits have no meaning otherwise.
+template <class In, int kCount>
 FP4KIT_DEVICE u32 smallest_nonzero(const u32 (&pairs)[kCount]) {
-  u32 smallest = 0xFFFFFFFFu;
+  u32 smallest = 0x7FFF7FFFu;
 #pragma unroll
-  for (int i = 0; i < kCount; ++i)
-    smallest = min_u16x2(smallest, ((pairs[i] | 0x80008000u) - 0x00010001u) ^ 0x80008000u);
-  return smallest;
+  for (int i = 0; i < kCount; ++i) smallest = In::min_magnitude(smallest, (pairs[i] | 0x00008000u) - 0x00010001u);
+  return smallest & 0x7FFF7FFFu;
 }
 
 // Return true if every y rounds to the right bits although float32 sums may have rounded (reason 2 at the head of this
@@ -132,7 +135,7 @@ FP4KIT_DEVICE bool hadamard_fast(const Run<In, 16>& x, Run<In, 16>& y, u32& larg
   y = narrow_run<In>(sums);
   largest = largest_bits_of(y);
   if (are_sums_exact<In>(largest, smallest_bits_of(x))) return true;
-  const u32 smallest = smallest_nonzero(x.w);
+  const u32 smallest = smallest_nonzero<In>(x.w);
   return are_sums_conclusive<In>(sums, largest, minimum(smallest & 0xFFFFu, smallest >> 16));
 }
 
@@ -170,17 +173,21 @@ FP4KIT_DEVICE u32 hadamard_run(Run<In, kRun>& run) {
 // 16 registers.
 template <u32 kSignMask, class In>
 FP4KIT_DEVICE u32 hadamard_columns(u32 (&rows)[16], u32& inconclusive) {
-  const u32 smallest = smallest_nonzero(rows);
+  const u32 smallest = smallest_nonzero<In>(rows);
+  TwoFloats sums[16];
+#pragma unroll
+  for (int i = 0; i < 16; ++i) {
+    const Run<In, 2> row = {{rows[i]}};
+    sums[i] = {element(row, 0), element(row, 1)};
+  }
+  quarter_sums<kSignMask>(sums);
   float y[2][16];
 #pragma unroll
   for (int i = 0; i < 16; ++i) {
-#pragma unroll
-    for (int j = 0; j < 2; ++j) y[j][i] = element(Run<In, 2>{{rows[i]}}, j);
+    y[0][i] = sums[i].low;
+    y[1][i] = sums[i].high;
+    rows[i] = In::narrow_pair(y[0][i], y[1][i]);
   }
-  quarter_sums<kSignMask>(y[0]);
-  quarter_sums<kSignMask>(y[1]);
-#pragma unroll
-  for (int i = 0; i < 16; ++i) rows[i] = In::narrow_pair(y[0][i], y[1][i]);
   const u32 largest = largest_pair<In>(rows);
   inconclusive = 0u;
 #pragma unroll

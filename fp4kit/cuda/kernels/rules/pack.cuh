@@ -86,26 +86,50 @@ FP4KIT_DEVICE u32 encode_stochastic_e2m1x8(const float* x, const u32* random, Ni
   return (word - (word >> 3 & 0x11111111u)) | signs;  // code 8 is above the largest code
 }
 
-// For each half x of a bfloat16 pair, return the bfloat16 bits of 128 + the E2M1 code of |x| * factor, rounded to
-// nearest even and saturated. The product must be exact. `factor` is a pair, too: the factor of each half.
-FP4KIT_DEVICE u32 code_pair_e2m1(u32 pair, u32 factor) {
-  const u32 a = fma_bf16x2(abs_bf16x2(pair), factor, 0x80008000u);
-  const u32 low = min_bf16x2(fma_bf16x2(a, 0x40004000u, 0x43004300u), fma_bf16x2(a, 0x3F803F80u, 0x43024302u));
-  return min_bf16x2(low, min_bf16x2(fma_bf16x2(a, 0x3F003F00u, 0x43044304u), 0x43074307u));
+// For each half x of a bfloat16 pair, return the E2M1 code of y = |x| * factor, rounded to nearest even and saturated.
+// y must be exact and below kPairsEnd. `factors` holds 2^-9 times the factor of each half, as bfloat16.
+//
+// The code is the smallest of 2 y, y + 2 and 51/512 y + 6, rounded to integers. (The third number is above 6.5 if y is
+// above 5. Unlike y / 2 + 4, it stays below 7.5, so that no fourth number is needed.) In units of the smallest
+// bfloat16, 2^-133, rounding gives integers, which are the bits of the results.
+constexpr float kPairsEnd = 15.0f;
+FP4KIT_DEVICE u32 code_pair_e2m1(u32 pair, u32 factors) {
+  const u32 y = fma_bf16x2(pair & 0x7FFF7FFFu, factors, 0x80008000u);  // times 2^-9
+  const u32 low = fma_bf16x2(y, 0x02000200u, 0x80008000u), middle = fma_bf16x2(y, 0x01800180u, 0x00020002u);
+  return min_bf16x2(min_bf16x2(low, middle), fma_bf16x2(y, 0x00330033u, 0x00060006u));
+}
+
+// Return a word with the E2M1 codes of eight elements, in the order in which pairs hold them. codes[i] holds the codes
+// without signs of a pair in its halves. The codes get the sign bits of the pairs at `signs`.
+FP4KIT_DEVICE u32 packed_pairs_e2m1(const u32 (&codes)[4], const u32* signs) {
+  u32 four[2];  // elements 0 2 1 3 and 4 6 5 7 in bytes
+#pragma unroll
+  for (int i = 0; i < 2; ++i)
+    four[i] = or_masked(mad(codes[2 * i + 1], 256u, codes[2 * i]), prmt(signs[2 * i], signs[2 * i + 1], 0xFBD9u),
+                        0x08080808u);
+  return mad(prmt(four[0], four[1], 0x7632u), 16u, prmt(four[0], four[1], 0x5410u));
 }
 
 // Multiply the magnitudes of four bfloat16 pairs by a power of two, and return a word with the E2M1 codes of the eight
 // products, the first code in the lowest bits. Products are rounded to nearest even and saturate. The codes get the
-// sign bits of the four pairs at `signs`. `factor` holds the power of two as bfloat16 in both halves.
-FP4KIT_DEVICE u32 encode_pairs_e2m1x8(const u32* pairs, const u32* signs, u32 factor) {
-  u32 bytes[2];
+// sign bits of the four pairs at `signs`. `factors` holds 2^-9 times the power of two as bfloat16 in both halves.
+FP4KIT_DEVICE u32 encode_pairs_e2m1x8(const u32* pairs, const u32* signs, u32 factors) {
+  u32 codes[4];
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const u32 codes = prmt(code_pair_e2m1(pairs[2 * i], factor), code_pair_e2m1(pairs[2 * i + 1], factor), 0x6420u);
-    const u32 signed_codes = codes | (prmt(signs[2 * i], signs[2 * i + 1], 0xFDB9u) & 0x08080808u);
-    bytes[i] = signed_codes | signed_codes >> 4;
-  }
-  return prmt(bytes[0], bytes[1], 0x6420u);
+  for (int i = 0; i < 4; ++i) codes[i] = code_pair_e2m1(pairs[i], factors);
+  return packed_pairs_e2m1(codes, signs);
+}
+
+// Multiply bfloat16 pairs by a power of two per half (`factors`), and return a word with the codes of the products in
+// the format F, the first code in the lowest bits: four pairs for E2M1, two for FP8. Products must be exact; they are
+// rounded to nearest even and saturate. FP4KIT_HAS_CVT_PAIRS must be 1.
+template <class F>
+FP4KIT_DEVICE u32 convert_pairs(const u32* pairs, u32 factors) {
+  u32 products[16 / F::kStoredBits];
+#pragma unroll
+  for (int i = 0; i < 16 / F::kStoredBits; ++i) products[i] = fma_bf16x2(pairs[i], factors, 0x80008000u);
+  if constexpr (F::kStoredBits == 4) return cvt_pairs_e2m1(products[0], products[1], products[2], products[3]);
+  return word_of(cvt_pair_fp8<F::kMantissaBits>(products[0]), cvt_pair_fp8<F::kMantissaBits>(products[1]));
 }
 
 // Return a word with the codes of the four finite values at v in a format F with one code per byte, the first code in
@@ -114,10 +138,8 @@ FP4KIT_DEVICE u32 encode_pairs_e2m1x8(const u32* pairs, const u32* signs, u32 fa
 template <class F>
 FP4KIT_DEVICE u32 encode_x4(const float* v) {
 #if FP4KIT_HAS_CVT_FP8
-  if constexpr (F::kIsE4m3)
-    return prmt(cvt_rn_satfinite_e4m3x2(v[1], v[0]), cvt_rn_satfinite_e4m3x2(v[3], v[2]), 0x5410u);
-  if constexpr (F::kIsE5m2)
-    return prmt(cvt_rn_satfinite_e5m2x2(v[1], v[0]), cvt_rn_satfinite_e5m2x2(v[3], v[2]), 0x5410u);
+  if constexpr (F::kIsE4m3) return word_of(cvt_rn_satfinite_e4m3x2(v[1], v[0]), cvt_rn_satfinite_e4m3x2(v[3], v[2]));
+  if constexpr (F::kIsE5m2) return word_of(cvt_rn_satfinite_e5m2x2(v[1], v[0]), cvt_rn_satfinite_e5m2x2(v[3], v[2]));
 #endif
   return encode_finite_rn<F>(v[0]) | encode_finite_rn<F>(v[1]) << 8 | encode_finite_rn<F>(v[2]) << 16 |
          encode_finite_rn<F>(v[3]) << 24;

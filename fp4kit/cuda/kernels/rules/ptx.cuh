@@ -210,6 +210,51 @@ FP4KIT_DEVICE double fma_rn(double a, double b, double c) {
 #endif
 }
 
+// Two float32 numbers. On a Blackwell GPU, one instruction computes both results of a sum or of a fused multiply-add.
+// Results are rounded to nearest even, and subnormals are kept.
+struct TwoFloats {
+  float low, high;
+  FP4KIT_DEVICE_MEMBER TwoFloats(float x) : low(x), high(x) {}
+  FP4KIT_DEVICE_MEMBER TwoFloats(float low, float high) : low(low), high(high) {}
+  TwoFloats() = default;
+};
+
+// Return a * b + c for both numbers, rounded once.
+FP4KIT_DEVICE TwoFloats fma_rn(TwoFloats a, TwoFloats b, TwoFloats c) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+  TwoFloats y;
+  asm("{ .reg .b64 x, y, z; mov.b64 x, {%2, %3}; mov.b64 y, {%4, %5}; mov.b64 z, {%6, %7};"
+      " fma.rn.f32x2 x, x, y, z; mov.b64 {%0, %1}, x; }"
+      : "=f"(y.low), "=f"(y.high)
+      : "f"(a.low), "f"(a.high), "f"(b.low), "f"(b.high), "f"(c.low), "f"(c.high));
+  return y;
+#else
+  return {fma_rn(a.low, b.low, c.low), fma_rn(a.high, b.high, c.high)};
+#endif
+}
+FP4KIT_DEVICE TwoFloats operator+(TwoFloats a, TwoFloats b) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+  TwoFloats y;
+  asm("{ .reg .b64 x, y; mov.b64 x, {%2, %3}; mov.b64 y, {%4, %5}; add.rn.f32x2 x, x, y; mov.b64 {%0, %1}, x; }"
+      : "=f"(y.low), "=f"(y.high)
+      : "f"(a.low), "f"(a.high), "f"(b.low), "f"(b.high));
+  return y;
+#else
+  return {a.low + b.low, a.high + b.high};
+#endif
+}
+FP4KIT_DEVICE TwoFloats operator-(TwoFloats a, TwoFloats b) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1000
+  return fma_rn(b, TwoFloats(-1.0f), a);  // a zero, too, has the sign that it has as a difference
+#else
+  return {a.low - b.low, a.high - b.high};
+#endif
+}
+FP4KIT_DEVICE TwoFloats operator*(TwoFloats a, TwoFloats b) {
+  mul_f32x2(a.low, a.high, b.low);
+  return a;
+}
+
 // Return a * b + c rounded toward zero, which is c + floor(a * b), for a >= 0, b > 0, an integer c in [2^23, 2^24) and
 // a * b + c <= 2^24. The twin rounds a * b first, so b must be a power of two, or a * b must be exact.
 FP4KIT_DEVICE float fma_rz(float a, float b, float c) {

@@ -111,12 +111,12 @@ FP4KIT_DEVICE u32 narrow_f16x2_rz(float low, float high) {
 // is 1, which means sm_89 or later.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
 #define FP4KIT_HAS_CVT_FP8 1
-FP4KIT_DEVICE u32 cvt_rn_satfinite_e4m3x2(float high, float low) {
+FP4KIT_DEVICE u16 cvt_rn_satfinite_e4m3x2(float high, float low) {
   u16 y;
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(y) : "f"(high), "f"(low));
   return y;
 }
-FP4KIT_DEVICE u32 cvt_rn_satfinite_e5m2x2(float high, float low) {
+FP4KIT_DEVICE u16 cvt_rn_satfinite_e5m2x2(float high, float low) {
   u16 y;
   asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(y) : "f"(high), "f"(low));
   return y;
@@ -155,3 +155,48 @@ FP4KIT_DEVICE u32 cvt_rn_satfinite_e2m1x8(const float* v) {
 #else
 #define FP4KIT_HAS_CVT_E2M1 0
 #endif
+
+// The functions below convert bfloat16 pairs to E2M1 and FP8 codes. They exist only if FP4KIT_HAS_CVT_PAIRS is 1, which
+// means a Blackwell GPU and NVRTC 13.1 or later. Numbers are rounded to nearest even and saturate.
+#if FP4KIT_HAS_CVT_E2M1 && __CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__ >= 1301
+#define FP4KIT_HAS_CVT_PAIRS 1
+// Return the E2M1 codes of four pairs. The codes of pair a are in the lowest byte, that of its low half in the low
+// bits.
+FP4KIT_DEVICE u32 cvt_pairs_e2m1(u32 a, u32 b, u32 c, u32 d) {
+  u32 word;
+  asm("{ .reg .b8 a, b, c, d; cvt.rn.satfinite.e2m1x2.bf16x2 a, %1; cvt.rn.satfinite.e2m1x2.bf16x2 b, %2;"
+      " cvt.rn.satfinite.e2m1x2.bf16x2 c, %3; cvt.rn.satfinite.e2m1x2.bf16x2 d, %4; mov.b32 %0, {a, b, c, d}; }"
+      : "=r"(word)
+      : "r"(a), "r"(b), "r"(c), "r"(d));
+  return word;
+}
+// Return the two FP8 codes of a pair, that of the low half in the low byte: E5M2 if kMantissaBits is 2, and E4M3 if it
+// is 3.
+template <int kMantissaBits>
+FP4KIT_DEVICE u16 cvt_pair_fp8(u32 pair) {
+  u16 codes;
+  if constexpr (kMantissaBits == 3) asm("cvt.rn.satfinite.e4m3x2.bf16x2 %0, %1;" : "=h"(codes) : "r"(pair));
+  if constexpr (kMantissaBits == 2) asm("cvt.rn.satfinite.e5m2x2.bf16x2 %0, %1;" : "=h"(codes) : "r"(pair));
+  return codes;
+}
+#else
+#define FP4KIT_HAS_CVT_PAIRS 0
+FP4KIT_DEVICE u32 cvt_pairs_e2m1(u32 a, u32 b, u32 c, u32 d) {
+  return 0u;
+}
+template <int kMantissaBits>
+FP4KIT_DEVICE u16 cvt_pair_fp8(u32 pair) {
+  return 0u;
+}
+#endif
+
+// Return a word of two halves. The compiler merges this into conversions that compute the halves.
+FP4KIT_DEVICE u32 word_of(u16 low, u16 high) {
+#ifdef __CUDA_ARCH__
+  u32 word;
+  asm("mov.b32 %0, {%1, %2};" : "=r"(word) : "h"(low), "h"(high));
+  return word;
+#else
+  return low | static_cast<u32>(high) << 16;
+#endif
+}

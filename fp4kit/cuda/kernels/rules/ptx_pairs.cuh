@@ -143,15 +143,3 @@ FP4KIT_DEVICE u32 min_bf16x2(u32 a, u32 b) {
   return minimum(a & 0xFFFFu, b & 0xFFFFu) | minimum(a >> 16, b >> 16) << 16;
 #endif
 }
-
-// For each half, return the magnitude of a bfloat16 number. The compiler merges this instruction into a product that
-// follows.
-FP4KIT_DEVICE u32 abs_bf16x2(u32 a) {
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
-  u32 y;
-  asm("abs.bf16x2 %0, %1;" : "=r"(y) : "r"(a));
-  return y;
-#else
-  return a & 0x7FFF7FFFu;
-#endif
-}

@@ -136,8 +136,8 @@ FP4KIT_DEVICE u32 encode_any_column(const typename In::Bits* x, int above, i64 s
 // block's scale is stored by the thread with the first rows of the block. x holds the elements of the patch; if
 // R::kHadamard, their transform replaces them. t is the tensor scale, and `table` holds the Factors by scale code, for
 // scale_block. Columns that must not take the fast path are loaded again and encoded by the exact path. All threads of
-// the warp must call this function.
-template <class R, class In, class P>
+// the warp must call this function. Fast is the FastRecipe.
+template <class R, class In, class P, class Fast>
 FP4KIT_DEVICE void quantize_column_blocks(const PatchArguments& a, const PatchPosition& s,
                                           Run<In, P::kPatchColumns> (&x)[P::kPatchRows], TensorScale t,
                                           const Factor* table, Staging<P>& staging) {
@@ -152,9 +152,10 @@ FP4KIT_DEVICE void quantize_column_blocks(const PatchArguments& a, const PatchPo
   for (int j = 0; j < P::kPatchColumns; ++j) {
     const u32 code = scale_block<R, In>(float_of(largest[j]), t, table, f[j]);
     codes |= code << (8 * j);
-    if (!FastPath<R, In>::kExists || !takes_fast_path<R, In>(largest[j], f[j])) pending |= 1u << j;
+    f[j] = Fast::factor(f[j]);
+    if (!FastPath<R, In>::kExists || !takes_fast_path<typename Fast::Type, In>(largest[j], f[j])) pending |= 1u << j;
   }
-  if constexpr (FastPath<R, In>::kExists) encode_patch_columns<R, In, P>(x, f, words);
+  if constexpr (FastPath<R, In>::kExists) encode_patch_columns<typename Fast::Type, In, P>(x, f, words);
 #pragma unroll
   for (int w = 0; w < P::kWords; ++w) {
     u32 row[P::kPatchColumns];

@@ -35,6 +35,24 @@ FP4KIT_DEVICE void store_tensor_scale(const QuantizeArguments& a, i64 i, TensorS
   if (a.amax_out) a.amax_out[i] = amax_at(a.tensor_amax, i);
 }
 
+// Fill a table of factors in shared memory with the entries of all scale codes (table_entry). If kHasMultipliers, and
+// the divisor of a code has no multiplier, fill it with factor_of_code instead, and return false: elements must be
+// divided. All threads of the thread block must call this function.
+template <class R, class In>
+FP4KIT_DEVICE bool fill_table(Factor* table, TensorScale t) {
+  const bool is_entry = threadIdx.x < kTableSize;
+  Factor f = {};
+  if (is_entry) table[threadIdx.x] = f = table_entry<R, In>(threadIdx.x, t);
+  const bool is_missing = is_entry && is_nan(f.reciprocal) && f.value > 0x1p-90f && f.value < 0x1p90f;
+  if (!kHasMultipliers<R, In> || !__syncthreads_or(is_missing)) {
+    __syncthreads();
+    return true;
+  }
+  if (is_entry) table[threadIdx.x] = factor_of_code<R, In>(threadIdx.x, t);
+  __syncthreads();
+  return false;
+}
+
 // Store the random byte, 0 to 255, of each of the kRun elements of a run in `bytes`: from a.random if it is given,
 // otherwise generated from a.seed. The run begins at element `first` of the array, which must be a multiple of kRun.
 template <class R, int kRun>
