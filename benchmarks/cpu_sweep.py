@@ -15,7 +15,7 @@ from measure import BF16, F16, F32
 from timing import alternate, watch
 
 import fp4kit
-from fp4kit.cpu.engine import not_faked
+from fp4kit.cpu.codec import not_faked
 
 # Shapes of the input, from 1 kB of bfloat16 upward. Some lengths are not multiples of a SIMD vector or of a block of
 # rows, and some shapes are 3-D.
