@@ -84,6 +84,7 @@ def test_outputs_and_groups(id):
     for found, x in zip(fp4kit.GroupedPlan(xs, id).quantize(), xs, strict=True):
         assert found.equals(fp4kit.quantize(x, id))
     for x in xs:
+        agree(fp4kit.quantize, x, id, hadamard=True)
         q, out = fp4kit.quantize(x, id), fp4kit.quantize(-x, id)
         assert fp4kit.quantize(x, id, out=out) is out and out.equals(q)
         part = agree(fp4kit.dequantize, q[5:30, 64:320])

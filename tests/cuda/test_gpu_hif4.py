@@ -42,6 +42,7 @@ def test_variants(r):
 def test_axes_outputs_and_unaligned_memory(id):
     x = drawn(9, (2, 64, 192), FLOATS[0], False)
     agree(fp4kit.quantize, x, id, axis=1)
+    agree(fp4kit.quantize, x, id, hadamard=True)
     agree(fp4kit.fake_quantize, x, id, axis=1)
     q = fp4kit.quantize(x, id)
     memory = cupy.asarray(np.concatenate([np.zeros(1, np.float32), x.reshape(-1)]))

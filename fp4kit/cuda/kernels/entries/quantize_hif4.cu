@@ -180,6 +180,7 @@ FP4KIT_DEVICE void quantize_hif4(const QuantizeArguments& a, Grid grid) {
 #pragma unroll
     for (u32 k = 0; k < Traits::kUnroll; ++k) {
       const u32 run = start + k * kThreads;
+      if constexpr (R::kHadamard) hadamard_run<R::kSignMask>(x[k]);
       const Hif4Scales<R, In> scales = hif4_scales<R, In>(x[k]);
       if constexpr (!R::kFake)
         store_hif4<R, In>(a, run, run < runs, x[k], scales);
