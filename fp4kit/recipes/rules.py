@@ -414,8 +414,8 @@ FAKE_RULES: dict[str, FakeRule] = {
     "nvfp4_fp_quant": FakeRule("E4M3", six=True, one_level=True),
     "ms_eden": FakeRule("E4M3", six=True, unit=32, stochastic="ms_eden"),
     "ms_eden_if4": FakeRule("E4M3", six=True, unit=32, stochastic="ms_eden"),
-    "hif4_native": FakeRule("E6M2", by_codes={"block_rule": ("hif4",)}),
-    "hif4_float64": FakeRule("E6M2", by_codes={"block_rule": ("hif4",)}),
+    "hif4_native": FakeRule("E6M2", by_codes={"block_rule": ("hif4", "hif4_amct")}),
+    "hif4_float64": FakeRule("E6M2", by_codes={"block_rule": ("hif4", "hif4_amct")}),
     "nvfp4_hifloat4": FakeRule("E4M3", True, one_level=True, by_codes=_by_codes("rn", "hifloat4", **_HIFLOAT4)),
     "nvfp4_hifloat4_native": FakeRule(
         "E4M3", True, one_level=True, by_codes=_by_codes("rn", "hifloat4_native", **_NATIVE)
