@@ -118,7 +118,7 @@ def _four_over_six(r: Recipe) -> Facts:
 
 def _whole(r: Recipe) -> Facts:
     """Return the members of the struct of a rule that computes scales and codes together."""
-    names = {"BlockRule": f"block_{r.block_rule}", "FakeRule": f"fake_{r.fake_rule or 'hif4'}"}
+    names: Facts = {"BlockRule": f"block_{r.block_rule}", "FakeRule": f"fake_{r.fake_rule or 'hif4'}"}
     return {"Element": _format(r.element)} | names
 
 

@@ -50,7 +50,8 @@ FP4KIT_DEVICE float chosen_power(const typename In::Bits* x) {
       sums[k].add(j / kRun, errors[k]);
     }
   }
-  return candidates[second_wins<F, In>(sums[0].result(), sums[1].result(), static_cast<float>(R::kBlock))].amax;
+  const bool is_second = second_wins<F, In>(sums[0].result(), sums[1].result(), static_cast<float>(R::kBlock));
+  return is_second ? candidates[1].amax : candidates[0].amax;
 }
 
 // Store in a.block_amax the power of two that is chosen for each block of a.x. The kernel is launched before a matrix
