@@ -212,7 +212,7 @@ def _value_calls(call: Call) -> tuple[EncodeCall, DecodeCall, int] | None:
         return None
     encode, tensor_rule = matrix_call
     if r.fake_rule is not None:
-        encode.min_factor, encode.max_factor = faked_factors(call.x.dtype)
+        encode.min_factor, encode.max_factor = faked_factors(r, call.x.dtype)
     K = shape[-1]
     return encode, decode_call((call.x.size // K, K), call.x.dtype, faking(r), K, 0, 0), tensor_rule
 

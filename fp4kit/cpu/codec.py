@@ -102,9 +102,10 @@ def kept_factors(r: Recipe, dtype: np.dtype) -> tuple[float, float]:
     return min_factor if is_power else -min_factor, 2.0 ** min(max_power, 127)
 
 
-def faked_factors(dtype: np.dtype) -> tuple[float, float]:
-    """Return the limits of the factors under which a fake rule gives decoded codes (FakeRule.by_codes)."""
-    return (2.0**-15, 2.0**24) if dtype == np.float16 else (2.0**-127, 2.0**127)
+def faked_factors(r: Recipe, dtype: np.dtype) -> tuple[float, float]:
+    """Return the limits of the factors under which r's fake rule gives decoded codes (FakeRule.by_codes)."""
+    is_narrow = dtype == np.float16 and r.fake_rule != "mx_hifloat4"  # which has float32 powers for float16 too
+    return (2.0**-15, 2.0**24) if is_narrow else (2.0**-127, 2.0**127)
 
 
 # A block has 16 columns or a multiple of SEGMENT: source/blocks.h.
@@ -432,7 +433,7 @@ def fake_matrix(
     random: Any,
 ) -> None:
     """Fake-quantize a matrix by codes, as host.engine.fake_matrix does without; that one computes the other tiles."""
-    kernels = kernels_of(r)._replace(kept=tuple(map(faked_factors, INPUTS)))
+    kernels = kernels_of(r)._replace(kept=tuple(faked_factors(r, dtype) for dtype in INPUTS))
     tensor = tensor_scale(None, r, x.dtype).columns(r)
     for rows in _row_slices(x.shape):
         part, amax = x[rows], None if amaxes[1] is None else amaxes[1][rows]

@@ -39,6 +39,7 @@ from fp4kit.recipes.schema import faking, searching
 from fp4kit.reference import quantize as partial_specification
 from fp4kit.reference import search as specification
 from fp4kit.reference.arith import moved_by, reciprocal_approx_ftz
+from fp4kit.reference.ascend import CHOICES
 from fp4kit.reference.codec import stack
 from fp4kit.reference.matmul import low_rank_product as low_rank_product_of_specification
 from fp4kit.reference.stochastic import hadamard_factor
@@ -72,7 +73,7 @@ FACTOR_SEARCH_BLOCKS = (16, 32)  # block sizes that source/search_factors.h supp
 
 def not_searched(r: Recipe) -> str | None:
     """Return the reason why the engine cannot run the search of a recipe during quantize."""
-    if r.search and rules.SEARCHES[r.search].block_rule:
+    if r.search and rules.SEARCHES[r.search].whole_array:
         return "a search for one constant for the whole array"
     is_refused = r.search in specification.FACTORS and r.block_size not in FACTOR_SEARCH_BLOCKS
     return f"a search over blocks of {r.block_size} columns (the engine supports 16 and 32)" if is_refused else None
@@ -112,16 +113,25 @@ def search_factors(
             specification.search_matrix(x[tile_rows, tile_columns], target, part, recipe, hadamard)
 
 
-def search_quest(x: np.ndarray, out: np.ndarray, amax: np.ndarray | None, recipe: Recipe, hadamard: int | None) -> None:
-    """Compute QuEST's block amaxes of a matrix and write them into out, as reference.search_factors.search_matrix
-    does.
+def _searched_by_block(name: str, cost: int) -> Callable[..., None]:
+    """Return the function that finds the block amaxes of a matrix by the library's fp4kit_search_<name>, as
+    reference.search_factors.search_matrix does, and writes them into out. cost: its time, relative to encoding.
     """
-    tiles = codec.Tiles.of(x, recipe.block_size, 1, hadamard)
-    for rows, columns in tiles.slabs(1):
-        cut, found = x[rows, columns], out[rows, codec.blocks_of(columns, recipe)]
-        sizes = {"block": recipe.block_size, "emax": recipe.element.emax, "threads": threads_for(cut.size)}
-        call = codec.slab_call(library.SearchQuestCall, tiles, cut, found, hadamard, **sizes)
-        functions().fp4kit_search_quest(ctypes.byref(call))
+
+    def search(x: np.ndarray, out: np.ndarray, amax: np.ndarray | None, recipe: Recipe, hadamard: int | None) -> None:
+        tiles = codec.Tiles.of(x, recipe.block_size, 1, hadamard)
+        for rows, columns in tiles.slabs(cost):
+            cut, found = x[rows, columns], out[rows, codec.blocks_of(columns, recipe)]
+            sizes = {"block": recipe.block_size, "emax": recipe.element.emax, "threads": threads_for(cut.size * cost)}
+            call = codec.slab_call(library.SearchQuestCall, tiles, cut, found, hadamard, **sizes)
+            getattr(functions(), f"fp4kit_search_{name}")(ctypes.byref(call))
+            infinite = ~np.isfinite(found).all(axis=1)
+            if hadamard is not None and infinite.any():  # the library's transform does not tell infinity from NaN
+                amaxes = np.empty((np.count_nonzero(infinite), found.shape[1]), np.float32)
+                specification.search_matrix(cut[infinite], amaxes, amax, recipe, hadamard)
+                found[infinite] = amaxes
+
+    return search
 
 
 # The approximate time of a search, as a multiple of the time of encoding. The three searches are: a pruned search, a
@@ -164,7 +174,8 @@ def search_matrix(
 # {value of Recipe.search: the function that searches one matrix}, for searches other than the sweep of all scales
 _OWN_SEARCHES: dict[str, Callable[..., None]] = {
     **dict.fromkeys(specification.FACTORS, search_factors),
-    "quest": search_quest,
+    "quest": _searched_by_block("quest", 1),
+    **dict.fromkeys(CHOICES, _searched_by_block("powers", 2)),
 }
 
 
@@ -266,6 +277,8 @@ def fake_quantize(call: Call) -> np.ndarray:
         raise Declined(f"{call.recipe.id} has {reason}")
     _check(call)
     if call.recipe.fake_rule is not None:
+        if call.recipe.search and call.block_amax is None and call.x.size:
+            call = searched(call, None)
         return reference.fake_quantize(call, codec.fake_matrix)
     call = call._replace(recipe=faking(call.recipe))
     if call.tensor_amax is None and call.recipe.tensor_scaling != "none":

@@ -118,8 +118,8 @@ def _four_over_six(r: Recipe) -> Facts:
 
 def _whole(r: Recipe) -> Facts:
     """Return the members of the struct of a rule that computes scales and codes together."""
-    rules = f"block_{r.block_rule}", f"fake_{r.fake_rule or 'hif4'}"
-    return dict(zip(("Element", "BlockRule", "FakeRule"), (_format(r.element), *rules), strict=True))
+    names: Facts = {"BlockRule": f"block_{r.block_rule}", "FakeRule": f"fake_{r.fake_rule or 'hif4'}"}
+    return {"Element": _format(r.element)} | names
 
 
 def _element(r: Recipe) -> Facts:

@@ -143,9 +143,10 @@ class SearchFactorsCall(ctypes.Structure):
 
 
 class SearchQuestCall(ctypes.Structure):
-    """The arguments of the C function fp4kit_search_quest, which computes block amaxes by FP-Quant's method QuEST.
+    """The arguments of the C functions fp4kit_search_quest, which computes block amaxes by FP-Quant's method QuEST, and
+    fp4kit_search_powers, which computes them by msmodelslim's methods.
 
-    source/search_quest.h describes the fields.
+    source/search_quest.h and search_powers.h describe the fields.
     """
 
     _fields_ = _fields("source x; pointer out; int64 out_step tile_rows tile_columns; int32 input block emax threads")
@@ -239,6 +240,7 @@ def _load(level: str) -> Any:
         ("search_scales", None, [POINTER(SearchScalesCall)]),
         ("search_factors", None, [POINTER(SearchFactorsCall)]),
         ("search_quest", None, [POINTER(SearchQuestCall)]),
+        ("search_powers", None, [POINTER(SearchQuestCall)]),
         ("matmul", None, [POINTER(ProductCall), c_int64, c_int32]),
         ("low_rank", None, [*[c_void_p] * 3, *[c_int64] * 3, c_int32]),
         ("rotate", None, [POINTER(RotateCall)]),

@@ -276,6 +276,7 @@ LAUNCHES = {
         f"{_SEARCH} | power", "Input kAligned kWeighted kHessian kMagnitudes kLargest kPowers kFromFloor"
     ),
     "search_hessian": LaunchRow(_SEARCH, "Input kAligned", 8, fixed=True),
+    "search_msmodelslim": LaunchRow("x tensor_amax block_amax | rows columns", "Input kAligned", 8),
     "search_quest": LaunchRow("x tensor_amax block_amax | rows columns", "Input kAligned", 8),
     "search_weighted": LaunchRow(_SEARCH, "Input kAligned kWeighted kAll kEight", 8, file="search", entry="search"),
     "swizzle": LaunchRow("in out | matrices rows columns", "kFrom kTo kQuads", UNLIMITED),

@@ -41,6 +41,7 @@ from fp4kit.formats import E4M3, E8M0
 from fp4kit.quantized.container import scale_shape
 from fp4kit.recipes import Recipe
 from fp4kit.recipes.schema import decoding, searching
+from fp4kit.reference.ascend import CHOICES
 from fp4kit.reference.codec import is_per_expert, part_for_matrix
 from fp4kit.reference.search import AROUND_FLOOR, DEFAULT_TERMS, FACTORS, SearchTerms, multiples
 
@@ -251,7 +252,11 @@ def float64_bits(power: float) -> int:
     return int(np.float64(power).view(np.uint64))
 
 
-OWN_KERNELS = {**dict.fromkeys(FACTORS, "search_factors"), "quest": "search_quest"}  # {Recipe.search: its kernel}
+OWN_KERNELS = {  # {Recipe.search: its kernel}
+    **dict.fromkeys(FACTORS, "search_factors"),
+    **dict.fromkeys(CHOICES, "search_msmodelslim"),
+    "quest": "search_quest",
+}
 
 
 def factor_launches(

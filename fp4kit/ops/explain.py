@@ -241,7 +241,7 @@ def _checked_index(index: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
 def _explained(call: Call, index: tuple[int, ...]) -> Iterable[ExplainedStep]:
     """Yield the steps by which the recipe of a call quantizes the element at `index`, and then decodes it."""
     r = call.recipe
-    if r.search and rules.SEARCHES[r.search].block_rule and call.x.size:  # it reads the whole array
+    if r.search and rules.SEARCHES[r.search].whole_array and call.x.size:  # it reads the whole array
         call = searched(call, None)
     crop, row, column = _crop(call, index)
     with specification(), np.errstate(all="ignore"), traced() as steps:

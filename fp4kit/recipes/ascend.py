@@ -34,12 +34,13 @@ def hifloat4() -> Made:
             exact = "values of its NumPy script HiF4_NVFP4_v14f16.py in float64, for finite inputs"
             yield variant(r, f"{r.id}-numpy", "fake_only=True fake_rule=hif4_float64", exact=exact)
     for fmt, name, rule, text in (
-        (NVFP4, "nvfp4", "nvfp4_hifloat4", "tensor_scaling=none block_rule=modelopt apply=divide"),
-        (MXFP4, "mxfp4", "mx_hifloat4", "block_rule=e8m0_floor"),
-        (MXFP8_E4M3, "mxfp8", "mx_hifloat4", "block_rule=e8m0_floor"),
+        (NVFP4, "nvfp4", "nvfp4_hifloat4", "tensor_scaling=none apply=divide block_rule=hifloat4"),
+        (MXFP4, "mxfp4", "mx_hifloat4", "rounding=rnas block_rule=e8m0_hifloat4"),
+        (MXFP8_E4M3, "mxfp8", "mx_hifloat4", "rounding=rnas block_rule=e8m0_hifloat4"),
     ):
         for suffix, how in (("", "with"), ("_native", "without")):
-            fake = f"{text} fake_only=True fake_rule={rule}{suffix} amax_nan=propagate"
+            fake = f"{text}{suffix} fake_only=True fake_rule={rule}{suffix} amax_nan=propagate sign=unscaled"
+            fake += f" round_scaled={suffix == '_native'}"
             id, exact = f"{name}-hifloat4{suffix.replace('_', '-')}", f"values {how} force_fp32"
             yield of_format(fmt, id, fake, source=_HIFLOAT4, exact=exact)
 
@@ -74,9 +75,9 @@ def msmodelslim() -> Made:
             MXFP4,
             "method ceil_x, whose search tries 6, 6.25 to 12 for the whole array",
         ),
-        ("mxfp4-msmodelslim-4over6", "_4over6", MXFP4, "method 4over6"),
+        ("mxfp4-msmodelslim-4over6", f"_power{of_fp4} search=msmodelslim_4over6", MXFP4, "method 4over6"),
         ("mxfp8-msmodelslim", f"_fp8{of_fp8}", MXFP8_E4M3, "method minmax"),
-        ("mxfp8-msmodelslim-mse", "_fp8_mse", MXFP8_E4M3, "method mse_round"),
+        ("mxfp8-msmodelslim-mse", f"_power{of_fp8} search=msmodelslim_mse", MXFP8_E4M3, "method mse_round"),
     ):
         exact = f"codes, scale bytes and values of {exact}. An exponent that is NaN has byte 0, as in its files"
         exact += ". Infinite values have the largest code, as casts of PyTorch give it since 2.13" * (fmt is MXFP8_E4M3)

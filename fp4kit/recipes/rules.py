@@ -8,7 +8,9 @@ A Recipe is checked against these tables when it is created, so that no rule rec
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 ROUNDINGS = ("rn", "rz", "rna", "rnz", "rns", "rnw", "rnh", "first", "rnas")
 SIGNS = ("signbit", "negative", "not_positive", "unsigned_zero", "unscaled")
@@ -50,7 +52,6 @@ class BlockRuleTraits(NamedTuple):
         chooses: True if each block chooses between two candidates by the error measure Recipe.four_over_six.
             reference/four_over_six.py quantizes by such a rule, which has no functions for scale and factor.
         whole: True if the rule computes scales and codes together (reference/ascend.py).
-        specified: True if only the specification has the rule.
     """
 
     scale: str
@@ -67,7 +68,6 @@ class BlockRuleTraits(NamedTuple):
     integers: bool = False
     chooses: bool = False
     whole: bool = False
-    specified: bool = False
 
 
 _POWER = BlockRuleTraits("E8M0", flush=None)
@@ -176,9 +176,12 @@ BLOCK_RULES: dict[str, BlockRuleTraits] = {
     "hif4_amct": BlockRuleTraits("E6M2", one_level=True, whole=True),
     "e8m0_msmodelslim": BlockRuleTraits("E8M0"),
     "e8m0_msmodelslim_ceil_x": BlockRuleTraits("E8M0", one_level=True),
-    "e8m0_msmodelslim_4over6": BlockRuleTraits("E8M0", six=True, one_level=True, whole=True, specified=True),
     "e8m0_msmodelslim_fp8": BlockRuleTraits("E8M0", reads_amax=True, one_level=True),
-    "e8m0_msmodelslim_fp8_mse": BlockRuleTraits("E8M0", one_level=True, whole=True, specified=True),
+    "e8m0_hifloat4": BlockRuleTraits("E8M0"),
+    "e8m0_hifloat4_native": BlockRuleTraits("E8M0"),
+    "hifloat4": BlockRuleTraits("E4M3", "divide", six=True, one_level=True),
+    "hifloat4_native": BlockRuleTraits("E4M3", "divide", six=True, one_level=True),
+    "e8m0_msmodelslim_power": BlockRuleTraits("E8M0", reads_amax=True, one_level=True),
     # Rules for user-defined formats: the scale is rounded to nearest, up or down
     "amax": BlockRuleTraits(ANY_FORMAT),
     "amax_up": BlockRuleTraits(ANY_FORMAT),
@@ -334,8 +337,9 @@ class SearchRule(NamedTuple):
             candidate is then the tensor amax.
         decode_rule: name of the decode rule by which the producer measures the error of a candidate. "" if the search
             uses no decode rule.
-        block_rule: name of the block rule whose constant the search chooses, once for the whole array. "" if the search
-            chooses the amax of each block by itself.
+        block_rule: name of the block rule that the recipe must have. "" if the search fits several.
+        element: name of the element format that the recipe must have; "" if there is no such requirement.
+        whole_array: True if the search chooses a constant of the block rule, once for the whole array.
     """
 
     scale: str
@@ -343,6 +347,8 @@ class SearchRule(NamedTuple):
     nvfp4: bool = False
     decode_rule: str = ""
     block_rule: str = ""
+    element: str = ""
+    whole_array: bool = False
 
 
 SEARCHES: dict[str, SearchRule] = {  # the values of Recipe.search
@@ -350,7 +356,9 @@ SEARCHES: dict[str, SearchRule] = {  # the values of Recipe.search
     "auto_round_percents": SearchRule("E4M3", lanes=8, decode_rule="auto_round"),
     "modelopt_sweep": SearchRule("E4M3", nvfp4=True),
     "quest": SearchRule("E8M0", lanes=32),
-    "msmodelslim_ceil_x": SearchRule("E8M0", block_rule="e8m0_msmodelslim_ceil_x"),
+    "msmodelslim_ceil_x": SearchRule("E8M0", block_rule="e8m0_msmodelslim_ceil_x", whole_array=True),
+    "msmodelslim_4over6": SearchRule("E8M0", lanes=8, block_rule="e8m0_msmodelslim_power", element="E2M1"),
+    "msmodelslim_mse": SearchRule("E8M0", lanes=8, block_rule="e8m0_msmodelslim_power", element="E4M3"),
 }
 
 
@@ -365,10 +373,9 @@ class FakeRule(NamedTuple):
         unit: the number of elements that share a correction of their block scales; 1 if there is no such correction. It
             must divide the length of the quantized axis. A rule with a unit above 1 needs Recipe.fake_only.
         stochastic: the value of Recipe.stochastic for a rule that can round stochastically; "" if it cannot.
-        by_codes: True if finite elements get the values to which their codes decode, where the factors of their blocks
-            are normal numbers in the dtype of x. The CPU engine computes such blocks by codes. The rule is in
-            reference/ascend.py, and rounds elements as Recipe.rounding says.
-        whole: True if only the specification has the rule (reference/ascend.py).
+        by_codes: {field of a recipe: the values that it must have}. If it is not empty, finite elements get the values
+            to which their codes decode, in blocks whose power of two is neither 0 nor infinite in the dtype of x. The
+            CPU engine computes such blocks by codes. The rule is in reference/ascend.py.
     """
 
     scale: str | None
@@ -377,10 +384,20 @@ class FakeRule(NamedTuple):
     one_level: bool = False
     unit: int = 1
     stochastic: str = ""
-    by_codes: bool = False
-    whole: bool = False
+    by_codes: Mapping[str, tuple[Any, ...]] = MappingProxyType({})
 
 
+def _by_codes(rounding: str, *block_rules: str, **fields: tuple[Any, ...]) -> Mapping[str, tuple[Any, ...]]:
+    return {"block_rule": block_rules, "rounding": (rounding,), "amax_nan": ("propagate",), **fields}
+
+
+_MSMODELSLIM = (
+    *("e8m0_msmodelslim", "e8m0_msmodelslim_ceil_x", "e8m0_msmodelslim_fp8"),
+    "e8m0_msmodelslim_power",
+)
+_HIFLOAT4 = {"sign": ("unscaled",), "round_scaled": (False,)}
+_NATIVE = {"sign": ("unscaled",), "round_scaled": (True,)}
+_MX_ELEMENTS = {"element": ("E2M1", "E4M3")}
 _NVFP4, _MX, _INTEGER = FakeRule("E4M3", six=True), FakeRule("E8M0"), FakeRule(None)
 FAKE_RULES: dict[str, FakeRule] = {
     "nvfp4_modelopt_triton": _NVFP4,
@@ -397,11 +414,15 @@ FAKE_RULES: dict[str, FakeRule] = {
     "nvfp4_fp_quant": FakeRule("E4M3", six=True, one_level=True),
     "ms_eden": FakeRule("E4M3", six=True, unit=32, stochastic="ms_eden"),
     "ms_eden_if4": FakeRule("E4M3", six=True, unit=32, stochastic="ms_eden"),
-    "hif4_native": FakeRule("E6M2", by_codes=True),
-    "hif4_float64": FakeRule("E6M2", by_codes=True),
-    "nvfp4_hifloat4": FakeRule("E4M3", six=True, one_level=True, whole=True),
-    "nvfp4_hifloat4_native": FakeRule("E4M3", six=True, one_level=True, whole=True),
-    "mx_hifloat4": FakeRule("E8M0", whole=True),
-    "mx_hifloat4_native": FakeRule("E8M0", whole=True),
-    "mx_msmodelslim": FakeRule("E8M0", by_codes=True),
+    "hif4_native": FakeRule("E6M2", by_codes={"block_rule": ("hif4", "hif4_amct")}),
+    "hif4_float64": FakeRule("E6M2", by_codes={"block_rule": ("hif4", "hif4_amct")}),
+    "nvfp4_hifloat4": FakeRule("E4M3", True, one_level=True, by_codes=_by_codes("rn", "hifloat4", **_HIFLOAT4)),
+    "nvfp4_hifloat4_native": FakeRule(
+        "E4M3", True, one_level=True, by_codes=_by_codes("rn", "hifloat4_native", **_NATIVE)
+    ),
+    "mx_hifloat4": FakeRule("E8M0", by_codes=_by_codes("rnas", "e8m0_hifloat4", **_MX_ELEMENTS, **_HIFLOAT4)),
+    "mx_hifloat4_native": FakeRule(
+        "E8M0", by_codes=_by_codes("rnas", "e8m0_hifloat4_native", **_MX_ELEMENTS, **_NATIVE)
+    ),
+    "mx_msmodelslim": FakeRule("E8M0", by_codes=_by_codes("rnas", *_MSMODELSLIM)),
 }

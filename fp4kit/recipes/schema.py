@@ -323,12 +323,8 @@ class Recipe:
 
         It is False for HiF4: recipes with E6M2 scales per 64 elements, and exponent bits per 8 and 4 elements.
         """
-        if self.levels and (self.is_custom or self.levels != HIF4_LEVELS):
-            return True
-        if self.search and rules.SEARCHES[self.search].block_rule:
-            return True
-        fake = self.fake_rule is not None and rules.FAKE_RULES[self.fake_rule].whole
-        return fake or (self.block_rule is not None and rules.BLOCK_RULES[self.block_rule].specified)
+        other_levels = bool(self.levels) and (self.is_custom or self.levels != HIF4_LEVELS)
+        return other_levels or (bool(self.search) and rules.SEARCHES[self.search].whole_array)
 
     @property
     def cut_multiple(self) -> int:

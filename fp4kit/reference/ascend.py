@@ -31,7 +31,7 @@ def _log2(x: Array) -> Array:
     return np.log2(x.astype(np.float64)).astype(np.float32)
 
 
-def _exp2(exponent: Array) -> Array:
+def power_of_two(exponent: Array) -> Array:
     """Return 2^exponent for integer exponents as float32; NaN and infinities are kept."""
     finite = np.isfinite(exponent)
     return np.where(finite, np.ldexp(ONE, np.where(finite, exponent, ZERO).astype(np.int32)), np.abs(exponent))
@@ -133,9 +133,10 @@ def nvfp4_hifloat4_native(x: Array, r: Recipe, tensor_amax: Array | None, amax: 
     """
     r_, blocks = _rounds_to(dtype), x.reshape(len(x), -1, r.block_size)
     tiny = np.float32(2.0**-14 if dtype == np.float16 else 2.0**-45)
-    s = np.minimum(r_(show("block amax", block_amax(x, r)) / r.element.max), E4M3.max)
+    s = r_(show("block amax", block_amax(x, r)) / r.element.max)
+    s = show("block scale before rounding", np.minimum(s, E4M3.max))
     exponent = np.nan_to_num(np.maximum(np.floor(r_(_log2(r_(s + tiny)))), -6)).astype(np.int32)
-    s = show("block scale", r_(np.ldexp(np.rint(r_(np.ldexp(s, 3 - exponent))), exponent - 3))[..., None])
+    s = show("factor to divide by", r_(np.ldexp(np.rint(r_(np.ldexp(s, 3 - exponent))), exponent - 3))[..., None])
     y = r_(np.abs(blocks) / s)
     y = np.where(np.isfinite(y), y, r.element.max)
     exponent = np.clip(np.floor(r_(_log2(r_(y + tiny)))), 0, 2).astype(np.int32)
@@ -146,16 +147,23 @@ def nvfp4_hifloat4_native(x: Array, r: Recipe, tensor_amax: Array | None, amax: 
 def _elements(a: Array, e: ElementFormat, r_: Rounding) -> Array:
     """Return scaled magnitudes rounded to those of a float format: floor(a / step + 1/2) * step, saturated."""
     exponent = np.clip(np.floor(r_(_log2(r_(a + r_(TINY))))), e.emin, e.emax)
-    power, steps = _exp2(np.nan_to_num(exponent)), np.float32(2**e.mantissa_bits)
+    power, steps = power_of_two(np.nan_to_num(exponent)), np.float32(2**e.mantissa_bits)
     magnitude = r_(r_(np.floor(r_(r_(r_(a * steps) / power) + HALF)) / steps) * power)
     return np.minimum(magnitude, e.max)
+
+
+def hifloat4_exponent(amax: Array, e: ElementFormat, dtype: Dtype) -> Array:
+    """Return the exponents of HiFloat4's MX scales: floor(log2(amax + 9.6e-7)) - emax, at most 127 - emax."""
+    r_ = _rounds_to(dtype)
+    exponent = np.floor(r_(_log2(r_(amax + r_(TINY))))) - np.float32(e.emax)
+    return np.clip(exponent, -127 - e.emax, 127 - e.emax)
 
 
 def mx_hifloat4_native(x: Array, r: Recipe, tensor_amax: Array | None, amax: Array | None, dtype: Dtype) -> Array:
     """Fake-quantize x to an MX format as HiFloat4 does: every operation is rounded to dtype."""
     r_, e, blocks = _rounds_to(dtype), r.element, x.reshape(len(x), -1, r.block_size)
-    exponent = np.floor(r_(_log2(r_(show("block amax", block_amax(x, r)) + r_(TINY))))) - np.float32(e.emax)
-    power = show("block scale", r_(_exp2(np.clip(exponent, -127 - e.emax, 127 - e.emax))))[..., None]
+    exponent = show("exponent of the scale", hifloat4_exponent(show("block amax", block_amax(x, r)), e, dtype))
+    power = show("factor to divide by", r_(power_of_two(exponent)))[..., None]
     magnitude = _elements(r_(np.abs(blocks) / power), e, r_)
     return r_(r_(np.sign(blocks) * magnitude) * power).reshape(x.shape)
 
@@ -178,12 +186,12 @@ class Scaled(NamedTuple):
 
     def decoded(self, dtype: Dtype) -> Array:
         """Return the values times the powers of two, which are rounded to dtype."""
-        return self.values * round_to(_exp2(self.exponent), dtype)[..., None]
+        return self.values * round_to(power_of_two(self.exponent), dtype)[..., None]
 
 
 def under_power(blocks: Array, exponent: Array, r: Recipe, dtype: Dtype) -> Scaled:
     """Return MXFP4 blocks under 2^exponent: ties away from zero, computed in float32."""
-    power = show("factor to divide by", round_to(_exp2(exponent), dtype))[..., None]
+    power = show("factor to divide by", round_to(power_of_two(exponent), dtype))[..., None]
     scaled = show("element / factor", blocks / power)
     values = np.sign(blocks) * _elements(np.abs(scaled), r.element, _rounds_to(FLOAT32))
     return Scaled(exponent, np.where((exponent < -127)[..., None], ZERO * values, values))
@@ -215,7 +223,7 @@ def ceil_x_exponent(amax: Array, constant: float, dtype: Dtype) -> Array:
 
 def amax_of_ceil_x(exponent: Array) -> Array:
     """Return amaxes that give these exponents by msmodelslim_ceil_x, in every dtype: those of 0.75 * 2^exponent."""
-    return np.maximum(np.float32(0.75) * _exp2(exponent) - TINY, ZERO) * np.float32(CEIL_X)
+    return np.maximum(np.float32(0.75) * power_of_two(exponent) - TINY, ZERO) * np.float32(CEIL_X)
 
 
 def squared_error(blocks: Array, found: Scaled, dtype: Dtype) -> Array:
@@ -229,7 +237,7 @@ def _error(blocks: Array, found: Scaled, dtype: Dtype) -> Array:
     return round_to(sum_lanes(squared_error(blocks, found, dtype)) / np.float32(blocks.shape[-1]), dtype)
 
 
-def _msmodelslim_4over6(blocks: Array, amax: Array, r: Recipe, dtype: Dtype) -> Scaled:
+def choose_4over6(blocks: Array, amax: Array, r: Recipe, dtype: Dtype) -> Scaled:
     """Try the powers of two nearest to amax / 6 and amax / 4, and keep the latter if its error is smaller."""
     r_, found = _rounds_to(dtype), []
     for top in (6, 4):
@@ -259,31 +267,56 @@ def fp8_exponent(amax: Array, e: ElementFormat, dtype: Dtype, rounding: Rounding
 
 
 def _fp8(blocks: Array, amax: Array, r: Recipe, dtype: Dtype, rounding: Rounding = np.floor) -> Scaled:
-    """Scale by fp8_exponent; elements are rounded to E4M3 in float32, ties away from zero."""
+    return fp8_under_power(blocks, fp8_exponent(amax, r.element, dtype, rounding), r, dtype)
+
+
+def fp8_under_power(blocks: Array, exponent: Array, r: Recipe, dtype: Dtype) -> Scaled:
+    """Return MXFP8 blocks under 2^exponent: ties away from zero, computed in float32."""
     r_, e = _rounds_to(dtype), r.element
-    exponent = fp8_exponent(amax, e, dtype, rounding)
-    power = show("factor to divide by", r_(_exp2(exponent)))[..., None]
+    power = show("factor to divide by", r_(power_of_two(exponent)))[..., None]
     y = show("element / factor", np.where(blocks == 0, ZERO, blocks / power))
     a = np.abs(y)
-    power = _exp2(np.maximum(np.floor(_log2(np.where(a == 0, ONE, a))), e.emin))
+    power = power_of_two(np.maximum(np.floor(_log2(np.where(a == 0, ONE, a))), e.emin))
     steps = np.float32(2**e.mantissa_bits)
     magnitude = np.floor(a / power * steps + HALF) / steps * power
     return Scaled(exponent, np.sign(y) * np.where(np.isinf(a), a, np.minimum(magnitude, e.max)))
 
 
-def _msmodelslim_fp8_mse(blocks: Array, amax: Array, r: Recipe, dtype: Dtype) -> Scaled:
+def choose_mse(blocks: Array, amax: Array, r: Recipe, dtype: Dtype) -> Scaled:
     """Try both neighbors of the exponent, and keep the larger one if its error is smaller."""
     down, up = _fp8(blocks, amax, r, dtype), _fp8(blocks, amax, r, dtype, np.ceil)
     larger, usual = _error(blocks, up, dtype), _error(blocks, down, dtype)
     return _smaller(down, up, np.isfinite(larger) & ((larger < usual) | ~np.isfinite(usual)))
 
 
+# {Recipe.search: the function that chooses the exponent of each block}
+CHOICES: dict[str, Callable[[Array, Array, Recipe, Dtype], Scaled]] = {
+    "msmodelslim_4over6": choose_4over6,
+    "msmodelslim_mse": choose_mse,
+}
+
+
+def power_exponent(amax: Array, e: ElementFormat) -> Array:
+    """Return floor(log2(amax)), which the searches of CHOICES give as powers of two. NaN and infinity are kept.
+
+    E2M1: an amax of 0 gives 0. E4M3: at least -127, also for 0.
+    """
+    exponent = np.where(np.isfinite(amax), np.frexp(amax)[1] - np.float32(1), amax).astype(np.float32)
+    if e == E4M3:
+        return np.where(amax == 0, np.float32(-127), np.maximum(exponent, -127))
+    return np.where(amax == 0, ZERO, exponent)
+
+
+def _power(blocks: Array, amax: Array, r: Recipe, dtype: Dtype) -> Scaled:
+    under = fp8_under_power if r.element == E4M3 else under_power
+    return under(blocks, power_exponent(amax, r.element), r, dtype)
+
+
 SCALED: dict[str, Callable[[Array, Array, Recipe, Dtype], Scaled]] = {
     "e8m0_msmodelslim": _msmodelslim,
     "e8m0_msmodelslim_ceil_x": msmodelslim_ceil_x,
-    "e8m0_msmodelslim_4over6": _msmodelslim_4over6,
     "e8m0_msmodelslim_fp8": _fp8,
-    "e8m0_msmodelslim_fp8_mse": _msmodelslim_fp8_mse,
+    "e8m0_msmodelslim_power": _power,
 }
 
 
@@ -315,7 +348,7 @@ def inverse_power(exponent: Array, dtype: Dtype) -> Array:
 
     NaN gives NaN. It is 0 for a power that is infinite in dtype.
     """
-    power = round_to(_exp2(exponent), dtype)
+    power = round_to(power_of_two(exponent), dtype)
     return np.where(power == 0, np.float32(2.0**127), ONE / power)
 
 

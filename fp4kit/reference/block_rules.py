@@ -1852,7 +1852,52 @@ def factor_amax(codes: Array, amax: Array, tensor: TensorScale, recipe: Recipe, 
 factor_amax_up = factor_amax_down = factor_amax
 
 
-# ---- E8M0 scales of msmodelslim, whose exponents are those of reference/ascend.py ----
+# ---- rules of HiFloat4 and msmodelslim, whose exponents are those of reference/ascend.py ----
+
+
+def code_e8m0_hifloat4_native(amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
+    """Return the E8M0 code of HiFloat4's MX scale: 2^(floor(log2(amax + 9.6e-7)) - emax), at most 2^(127 - emax).
+
+    emax is the exponent of the largest element value. Every operation is rounded to dtype, log2 to float32 first. NaN
+    gives 255. HiFloat4 has no codes; these are the codes of its values. tensor is not used.
+    """
+    exponent = ascend.hifloat4_exponent(amax, recipe.element, dtype)
+    return np.where(np.isnan(exponent), 255, np.nan_to_num(exponent) + 127).astype(np.uint8)
+
+
+def factor_e8m0_hifloat4_native(codes: Array, amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
+    """Return the factor that multiplies the elements of each block: 1 / T(scale), where T rounds to dtype.
+
+    It is 0 or infinite if the scale is infinite or 0 in float16, and NaN for code 255. amax and tensor are not used.
+    """
+    return ONE / round_to(decode(codes, E8M0), dtype)
+
+
+def code_hifloat4_native(amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
+    """Return the E4M3 code of HiFloat4's NVFP4 scale: E4M3(T(amax / 6)), where T rounds to dtype.
+
+    NaN gives the NaN code. HiFloat4 has no codes; these are the codes of its values. tensor is not used.
+    """
+    return encode_e4m3_scale(round_to(amax / recipe.element.max, dtype))
+
+
+def factor_hifloat4_native(codes: Array, amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
+    """Return the factor that divides the elements of each block: the scale, or 1 if it is 0, as all values are then 0.
+
+    amax, tensor and dtype are not used.
+    """
+    scale = decode_scale(codes)
+    return np.where(scale == 0, ONE, scale)
+
+
+def _in_float32(rule: Callable[..., Array]) -> Callable[..., Array]:
+    return lambda first, *arguments: rule(first, *arguments[:-1], np.dtype(np.float32))
+
+
+code_e8m0_hifloat4, factor_e8m0_hifloat4, code_hifloat4, factor_hifloat4 = map(
+    _in_float32,
+    (code_e8m0_hifloat4_native, factor_e8m0_hifloat4_native, code_hifloat4_native, factor_hifloat4_native),
+)
 
 
 def code_e8m0_msmodelslim(amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
@@ -1908,6 +1953,28 @@ def factor_e8m0_msmodelslim_fp8(codes: Array, amax: Array, tensor: TensorScale, 
     factor = ascend.inverse_power(codes.astype(np.float32) - np.float32(127), dtype)
     factor = np.where(np.isfinite(round_to(amax, dtype)), factor, np.float32(np.nan))
     return np.where(amax == 0, ONE, factor)
+
+
+def code_e8m0_msmodelslim_power(amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
+    """Return the E8M0 code of the power of two at or below amax, modulo 256: floor(log2(amax)) + 127.
+
+    The searches of msmodelslim give such powers as amaxes. With elements E4M3, smaller powers than 2^-127 and 0 give
+    code 0; otherwise 0 gives code 127. Infinity and NaN give code 0. tensor and dtype are not used.
+    """
+    return ascend.scale_bytes(ascend.power_exponent(amax, recipe.element))
+
+
+def factor_e8m0_msmodelslim_power(
+    codes: Array, amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype
+) -> Array:
+    """Return the factor that multiplies the elements of each block: 1 / T(2^(code - 127)), where T rounds to dtype.
+
+    Code 255, of 2^-128, has the factor 0. The codes of smaller powers are large, so that all elements of their blocks
+    become zeros too. An amax of 0 has the factor 1, infinity 0, and NaN has NaN. tensor is not used.
+    """
+    factor = ascend.inverse_power(codes.astype(np.float32) - np.float32(127), dtype)
+    factor = np.where((codes == 255) | np.isinf(amax), ZERO, factor)
+    return np.where(amax == 0, ONE, np.where(np.isnan(amax), amax, factor))
 
 
 _FACTORS = {"E4M3": _product, "E8M0": _inverse}  # default factors, by scale format

@@ -165,7 +165,7 @@ def encode(
     - "rz": toward zero
     - "rna": nearest, ties away from zero
     - "rnz": nearest, ties toward zero
-    - "rns", "rnas": nearest, ties to even or away from zero, computed through the rounded sum a + 0.5
+    - "rns", "rnas": nearest, ties to even or away from zero, computed through the sum a + 0.5, rounded to float32
     - "rnw": nearest value of E2M1 as if it had no largest value (nearest_unbounded), for E2M1 only. The code of a
       rounded magnitude of 8 or more wraps to four bits, and the sign sets bit 3. So 8 and -8 both have code 8.
     - "rnh": rounded to float16 and then to nearest even, for 8-bit formats with a NaN. Magnitudes that round beyond the

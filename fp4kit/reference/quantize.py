@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import ml_dtypes
 import numpy as np
 
-from fp4kit.formats import E8M0, IntegerOrFloat, Packing, PairedMicroexponents
+from fp4kit.formats import E8M0, ElementFormat, IntegerOrFloat, Packing, PairedMicroexponents
 from fp4kit.recipes import Recipe, rules
 from fp4kit.recipes.schema import encodes_first
 from fp4kit.reference.arith import Array, Dtype, multiply_ftz, reciprocal_or_zero, round_to
@@ -241,6 +242,8 @@ def encode_elements(
     scaled = show(_SCALED_NAMES[recipe.apply], _scale_elements(blocks, factor, recipe))
     if recipe.round_scaled:
         scaled = show("scaled element, in the dtype of x", round_to(scaled, dtype))
+    if recipe.round_scaled and recipe.rounding == "rnas" and random is None:
+        scaled = _with_rounded_half(scaled, recipe.element, dtype)
     if recipe.block_rule is not None and rules.BLOCK_RULES[recipe.block_rule].then_encode:
         scaled = show("scaled element times tensor encode scale", scaled * tensor.encode[..., None])
     if recipe.nan_is_max:  # the producer clamps first, which turns NaN into the largest value
@@ -259,6 +262,16 @@ def encode_elements(
         show("code before packing", codes, recipe.element)
         codes = _repacked(codes, scaled, factor, recipe, dtype)
     return show("code", codes, recipe.element)
+
+
+def _with_rounded_half(scaled: Array, e: ElementFormat, dtype: Dtype) -> Array:
+    """Return scaled elements in which the number of dtype just below half of the smallest magnitude becomes that half.
+
+    If the sum a + 0.5 of the rounding "rnas" is rounded to dtype too, that number is rounded up.
+    """
+    half = np.float32(2.0 ** (e.emin - e.mantissa_bits - 1))
+    below = half * np.float32(1 - 2.0 ** -(ml_dtypes.finfo(dtype).nmant + 1))
+    return np.where(np.abs(scaled) == below, np.copysign(half, scaled), scaled)
 
 
 def _repacked(codes: Array, scaled: Array, factor: Array, recipe: Recipe, dtype: Dtype) -> Array:

@@ -18,7 +18,14 @@ from fp4kit.recipes import Recipe, rules
 from fp4kit.recipes.schema import searching
 from fp4kit.reference.arith import ONE, Array, Dtype, divide_full, fma, log2, round_to, sum_halves, sum_lanes
 from fp4kit.reference.arith import power as raised
-from fp4kit.reference.ascend import amax_of_ceil_x, ceil_x_exponent, squared_error, under_power
+from fp4kit.reference.ascend import (
+    CHOICES,
+    amax_of_ceil_x,
+    ceil_x_exponent,
+    power_of_two,
+    squared_error,
+    under_power,
+)
 from fp4kit.reference.block_rules import BLOCK_RULES
 from fp4kit.reference.codec import block_amax, decode, encode, is_per_expert, part_for_matrix, stack, tiles, untraced
 from fp4kit.reference.dequantize import dequantize_tile
@@ -489,6 +496,17 @@ def search_msmodelslim_ceil_x(x: Array, recipe: Recipe, hadamard: int | None) ->
     return amax_of_ceil_x(ceil_x_exponent(amaxes, constant, x.dtype))
 
 
+def search_msmodelslim_4over6(x: Array, amax: Array, tensor: TensorScale, recipe: Recipe, dtype: Dtype) -> Array:
+    """Return 2^exponent for each block of x (m, k), with the exponents that msmodelslim's method chooses (m, blocks).
+
+    CHOICES of reference/ascend.py tries two exponents per block. Blocks of zeros keep the amax 0 with elements E4M3.
+    """
+    found = CHOICES[recipe.search](x.reshape(len(x), -1, recipe.block_size), amax, recipe, dtype)
+    return np.where((amax == 0) & (recipe.element == E4M3), amax, power_of_two(found.exponent))
+
+
+search_msmodelslim_mse = search_msmodelslim_4over6
+
 SEARCHES: dict[str, Callable[..., Array]] = {name: globals()[f"search_{name}"] for name in rules.SEARCHES}
 
 
@@ -530,7 +548,7 @@ def searched(call: Any, amax: Array | None) -> Any:
     """
     r, search = call.recipe, partial(search_matrix, recipe=call.recipe, hadamard=call.mask)
     with untraced(), np.errstate(all="ignore"):
-        if rules.SEARCHES[r.search].block_rule:  # one choice for the whole array
+        if rules.SEARCHES[r.search].whole_array:
             found = SEARCHES[r.search](call.moved.reshape(-1, call.moved.shape[-1]), r, call.mask)
             return call._replace(block_amax=found.reshape(*call.moved.shape[:-1], -1))
         return call._replace(block_amax=chosen_amaxes(call, amax, search))

@@ -448,6 +448,10 @@ FAULTS: list[tuple[str, str, str, str, Any]] = [
         *("search_quest.cu", "-", "values[i] * values[i]"),
         *("values[i]", call_of(quantize_searched, "mxfp4-fp-quant-quest", F32)),
     ),
+    (
+        *("search_msmodelslim.cu", "-", "sums[0].result(), sums[1].result()"),
+        *("sums[1].result(), sums[0].result()", call_of(quantize_searched, "mxfp4-msmodelslim-4over6", F32)),
+    ),
     ("swizzle.cu", "-", "kHigh + inside % kHigh", "kHigh", call_of(swizzle, "nvfp4-te")),
     (
         *("transpose.cu", "-", "a.scales_out + matrix * scales_out"),

@@ -207,12 +207,16 @@ WRONG = [  # (recipe, the replaced fields, the error, its text after "Recipe <id
     ("hif4-amct", {"element": E2M1}, V, "element is E2M1; block_rule 'hif4_amct' needs one exponent bit"),
     ("hif4-amct", {"decode_rule": "product"}, V, "needs a rule for levels, such as 'hif4'"),
     ("mxfp4-ocp", {"levels": ((512, "float32"), (32, "E8M0"))}, V, "block_rule is 'e8m0_floor'; levels need 'amax'"),
-    ("mxfp4-msmodelslim-4over6", {"search": "quest"}, V, "search is 'quest'; has no effect with block_rule"),
-    ("mxfp4-ocp", {"search": "msmodelslim_ceil_x"}, V, "needs 'e8m0_msmodelslim_ceil_x', whose constant it chooses"),
-    ("mxfp4-ocp", {"fake_rule": "mx_msmodelslim"}, V, "needs a block_rule of msmodelslim"),
+    ("hif4-amct", {"search": "quest"}, V, "search is 'quest'; has no effect with block_rule"),
+    ("mxfp4-msmodelslim-4over6", {"block": (1, 512)}, V, "elements E2M1 in blocks of at most 256 columns"),
+    ("mxfp4-msmodelslim-4over6", {"search": "msmodelslim_mse"}, V, "elements E4M3 in blocks of at most 256 columns"),
+    ("mxfp4-ocp", {"search": "msmodelslim_ceil_x"}, V, "needs 'e8m0_msmodelslim_ceil_x', whose scales it chooses"),
+    ("mxfp4-ocp", {"fake_rule": "mx_msmodelslim"}, V, "needs 'e8m0_msmodelslim' or 'e8m0_msmodelslim_ceil_x'"),
+    ("mxfp8-msmodelslim", {"sign": "unscaled"}, V, "'mx_msmodelslim' needs 'negative' for elements E4M3"),
+    ("mxfp4-msmodelslim-dual", {"fake_rule": "mx_msmodelslim"}, V, "needs no levels of scales"),
     ("mxfp4-msmodelslim", {"element": E3M0}, V, "element is E3M0; block_rule 'e8m0_msmodelslim' needs E2M1"),
-    ("mxfp4-msmodelslim", {"rounding": "rn"}, V, "its rounding 'rnas' and amax_nan 'propagate'"),
-    ("mxfp4-msmodelslim-4over6", {"block": (2, 32)}, V, "needs one row, and a multiple of 8 columns"),
+    ("mxfp4-msmodelslim", {"rounding": "rn"}, V, "fake_rule 'mx_msmodelslim' needs 'rnas'"),
+    ("hif4-amct", {"block": (1, 12), "levels": ((12, "E6M2"), (4, "exponent1"))}, V, "needs a multiple of 8 columns"),
     ("nvfp4-te-4over6-mae-448", {"sign": "unscaled"}, V, "needs another sign with the amax rules, four_over_six"),
     ("mxfp4-msmodelslim-dual", {"levels": ((48, "float32"), (32, "E8M0"))}, V, "in columns that divide"),
 ]
@@ -318,9 +322,9 @@ def test_names_of_rules_are_those_of_the_kernels():
     structs = set(re.findall(r"^struct (\w+)", text, re.MULTILINE))
     parts = {kind: set(re.findall(rf"^struct {kind}_(\w+) ", text, re.MULTILINE)) for kind in ("block", "tensor")}
     compiled = {*rules.TENSOR_RULES, "none"} - {"msmodelslim"}
-    blocks = {name for name, rule in rules.BLOCK_RULES.items() if not (rule.chooses or rule.specified)}
+    blocks = {name for name, rule in rules.BLOCK_RULES.items() if not rule.chooses}
     assert parts == {"block": {*blocks, "none"}, "tensor": compiled}
-    assert {f"fake_{name}" for name, rule in rules.FAKE_RULES.items() if rule.unit == 1 and not rule.whole} <= structs
+    assert {f"fake_{name}" for name, rule in rules.FAKE_RULES.items() if rule.unit == 1} <= structs
     compiled = {name: rule for name, rule in rules.DECODE_RULES.items() if not rule.levels}
     assert {f"decode_{name}" for name in compiled} <= structs
     for name, rule in compiled.items():

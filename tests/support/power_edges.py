@@ -7,6 +7,7 @@ import numpy as np
 
 DTYPES = tuple(map(np.dtype, (np.float16, ml_dtypes.bfloat16, np.float32)))
 DIVISORS = 1, 0.875, 7.25, 6, 4  # the rules take the logarithms of amaxes divided by these
+TOPS = 1.0, 13.0, 448.0
 HALFWAY = np.float32([0, 0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5])  # zero, and midpoints of E2M1
 
 
@@ -37,6 +38,19 @@ def blocks(dtype: np.dtype, step: int = 1, columns: int = 32) -> np.ndarray:
     x = np.minimum(x, a)
     x[:, 3] = a[:, 0]
     return (x * rng.choice(np.float32([-1, 1]), shape)).astype(dtype)
+
+
+def every_element(dtype: np.dtype, top: float) -> np.ndarray:
+    """Return blocks of 32 with the amax `top` and all magnitudes below it; for float32, those next to a bfloat16."""
+    kind = DTYPES[1] if dtype == np.float32 else dtype
+    a = np.arange(0x8000, dtype=np.uint16).view(kind).astype(np.float32)
+    a = a[a < top].astype(dtype)
+    a = np.concatenate([a, np.nextafter(a[1:], 0), np.nextafter(a[:-1], a[1:])]) if dtype == np.float32 else a
+    x = np.zeros((-(-len(a) // 31), 32), dtype)
+    x[:, 1:] = np.append(a, np.zeros(len(x) * 31 - len(a), dtype)).reshape(-1, 31)
+    x[:, 0] = top
+    x[1::2] *= -1
+    return x
 
 
 def nonfinite(dtype: np.dtype) -> np.ndarray:

@@ -11,6 +11,7 @@
 #include "own_format.h"
 #include "rotate.h"
 #include "search_factors.h"
+#include "search_powers.h"
 #include "search_quest.h"
 #include "search_scales.h"
 #include "tensor_scale.h"
@@ -299,6 +300,15 @@ FP4KIT_EXPORT void fp4kit_search_quest(const SearchQuestCall* call) {
   const Tiles tiles{call->x.rows, call->x.columns, call->tile_rows, call->tile_columns};
   with_input_type(call->input, [&](auto in) {
     auto work = [&](i64 index) { search_quest_tile<decltype(in)>(*call, tiles.tile(index)); };
+    run_tiles(tiles.count(), call->threads, work);
+  });
+}
+
+// msmodelslim's searches: for every block of the matrix, store in call->out the power of two with the smaller error.
+FP4KIT_EXPORT void fp4kit_search_powers(const SearchPowersCall* call) {
+  const Tiles tiles{call->x.rows, call->x.columns, call->tile_rows, call->tile_columns};
+  with_input_type(call->input, [&](auto in) {
+    auto work = [&](i64 index) { search_powers_tile<decltype(in)>(*call, tiles.tile(index)); };
     run_tiles(tiles.count(), call->threads, work);
   });
 }

@@ -56,7 +56,7 @@ static __forceinline__ float larger_float(float a, float b) {
 #include "../../cuda/kernels/rules/block_rules_gguf_mlx.cuh"
 #include "../../cuda/kernels/rules/block_rules_e8m0_serving.cuh"
 #include "../../cuda/kernels/rules/block_rules_e4m3_serving.cuh"
-#include "../../cuda/kernels/rules/block_rules_msmodelslim.cuh"
+#include "../../cuda/kernels/rules/block_rules_ascend.cuh"
 #include "../../cuda/kernels/rules/block_rules_torchao.cuh"
 #include "../../cuda/kernels/rules/hif4.cuh"
 #include "../../cuda/kernels/rules/implied_amax.cuh"

@@ -177,7 +177,9 @@ static __forceinline__ u32 code_of(u32 bits, Divisor factor, float tensor_encode
   if constexpr (E::kCompare) return encode<Format, E::kRounding, E::kSign, 0u>(x, factor.value);
   if constexpr (!kStochastic)
     if constexpr (E::kSign == Sign::unscaled) x = x + 0.0f;  // -0 -> 0
-  const float y = scaled<E, In, Method::general>(x, factor, tensor_encode);
+  float y = scaled<E, In, Method::general>(x, factor, tensor_encode);
+  if constexpr (!kStochastic)
+    if constexpr (E::kRoundScaled && E::kRounding == Rounding::rnas) y = with_rounded_half<Format, In>(y);
   if constexpr (kStochastic)
     return stochastic_code<E>(y, random);
   else if constexpr (Format::kIsInteger)

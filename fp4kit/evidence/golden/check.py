@@ -29,7 +29,7 @@ from fp4kit.ops.quantize import dequantize, fake_quantize, fake_quantize_backwar
 from fp4kit.quantized.container import Quantized
 from fp4kit.recipes import RECIPES, Recipe, recipe
 from fp4kit.reference.arith import ONE
-from fp4kit.reference.ascend import Scaled, msmodelslim_ceil_x, scaled_msmodelslim
+from fp4kit.reference.ascend import CHOICES, Scaled, msmodelslim_ceil_x, scaled_msmodelslim
 from fp4kit.reference.block_rules import BLOCK_RULES
 from fp4kit.reference.codec import block_amax, decode
 from fp4kit.reference.search import ceil_x_constant
@@ -367,6 +367,8 @@ def _scaled(case: RecordedCase) -> Scaled:
     if r.levels:
         outer = np.repeat(case.q.tensor_scale, r.tensor_columns // r.block_size, 1)[:, : blocks.shape[1]]
     with np.errstate(all="ignore"):
+        if r.search in CHOICES:
+            return CHOICES[r.search](blocks, np.abs(blocks).max(-1), r, case.x.dtype)
         if r.search:
             constant, amaxes = ceil_x_constant(case.x, r)
             return msmodelslim_ceil_x(blocks, amaxes, r, case.x.dtype, constant)

@@ -103,6 +103,7 @@ def flip_a_byte(array):
 
 # Variants under jax.jit have only arrays that differ from those without, such as amax_sweep.
 ORDINARY = ("normal__bf16", "wide_blocks__f16", "normal__f32", "amax_sweep__bf16", "exponent_sweep__f32")
+ORDINARY += ("exponent_sweep__bf16", "ties__bf16")
 
 
 def a_recorded_array(name, golden):

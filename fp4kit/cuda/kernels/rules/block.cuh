@@ -9,7 +9,7 @@
 #include "block_rules_gguf_mlx.cuh"
 #include "block_rules_e8m0_serving.cuh"
 #include "block_rules_e4m3_serving.cuh"
-#include "block_rules_msmodelslim.cuh"
+#include "block_rules_ascend.cuh"
 #include "block_rules_torchao.cuh"
 #include "decode_rules.cuh"
 #include "random.cuh"
@@ -93,6 +93,8 @@ FP4KIT_DEVICE float scaled_element(float x, Factor f) {
     y = x * factor;
   }
   if constexpr (R::kRoundScaled) y = round_to<In>(y);
+  if constexpr (R::kRoundScaled && R::kRounding == Rounding::rnas && !R::kStochastic)
+    y = with_rounded_half<typename R::Element, In>(y);
   if constexpr (R::kThenEncode && !R::kEncodeFirst) y = y * f.reciprocal;
   if constexpr (R::kNanIsMax) y = is_nan(y) ? max_of<typename R::Element>() : y;
   return y;

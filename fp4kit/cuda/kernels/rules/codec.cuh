@@ -22,7 +22,7 @@
 //   rnz, rna   to nearest with ties toward zero; to nearest with ties away from zero
 //   rns        as rn, except that the float just below half of the smallest value becomes that value (some producers
 //              add half a step in float32, which rounds this sum up)
-//   rnas       as rns, but with ties away from zero: floor(v + 0.5) with a rounded sum
+//   rnas       as rns, but with ties away from zero: floor(v + 0.5) with a rounded sum; see with_rounded_half
 //   rnw        for E2M1 only: as rn, but without a largest value; a code beyond 7 keeps only its last four bits; NaN
 //              and infinity have the code kNan
 //   rnh        to float16, then as rn, without saturation: for 8-bit formats with a NaN, where the code after the
@@ -291,6 +291,15 @@ struct Bfloat16 {
 template <class T>
 FP4KIT_DEVICE float round_to(float x) {
   return T::widen(T::narrow(x));
+}
+
+// Return the scaled element y, a number of In, for Rounding::rnas with a sum that is rounded to In too: the number of
+// In just below half of the smallest magnitude of F becomes this half, which is rounded up.
+template <class F, class In>
+FP4KIT_DEVICE float with_rounded_half(float y) {
+  const float half = float_of(static_cast<u32>(F::kEmin - F::kMantissaBits + 126) << 23);
+  const float below = half * (1.0f - 0.5f / static_cast<float>(1 << In::kMantissaBits));
+  return magnitude_of(y) == below ? float_of(bits_of(half) | (bits_of(y) & 0x80000000u)) : y;
 }
 
 // Return log2(x), computed in float64 and rounded to float32: -infinity for 0, and NaN for x below 0.

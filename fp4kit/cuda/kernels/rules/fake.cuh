@@ -15,7 +15,7 @@
 #pragma once
 
 #include "fake_microxcaling.cuh"
-#include "fake_msmodelslim.cuh"
+#include "fake_ascend.cuh"
 
 // ---- rules of NVFP4: results for x >= 0 have a plus sign, other results a minus sign, except that zeros become +0
 

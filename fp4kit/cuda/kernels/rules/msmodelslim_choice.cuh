@@ -1,0 +1,72 @@
+// The searches of msmodelslim, which try two powers of two per block and keep the one with the smaller mean squared
+// error. They give the same results as CHOICES in reference/ascend.py. F is the element format, E2M1 (method 4over6) or
+// E4M3 (mse), and In the type of the elements, to which every operation on errors is rounded.
+#pragma once
+
+#include "block_rules_ascend.cuh"
+#include "nearest_by_a_sum.cuh"
+
+// A candidate: the factor that multiplies elements, the power of two that multiplies their values, rounded to In, and
+// the amax by which the block rule finds the power.
+struct PowerCandidate {
+  float factor, power, amax;
+};
+
+// Return the candidate 2^exponent. Below 2^-127, all values are zeros. Under a power that is 0 in float16, E4M3
+// elements become infinite, and values NaN.
+template <class F, class In>
+FP4KIT_DEVICE PowerCandidate power_candidate(i32 exponent) {
+  if (exponent < -127) return {0.0f, 0.0f, float_of(1u << (exponent + 149))};
+  const float amax = value_of_e8m0(static_cast<u32>(exponent + 127)), power = round_to<In>(amax);
+  return {inverse_power<In>(exponent), F::kHasNan && power == 0.0f ? nan_value() : power, amax};
+}
+
+// Return the exponent of the power of two nearest to amax / top, by the logarithm. If it is halfway, return the odd
+// neighbor. A quotient of 0 counts as 1. Quotients whose logarithms are almost halfway have logarithms that are more
+// than 2^-34 of them away from the middle between two floats, so that any log2 decides in the same way.
+template <class In>
+FP4KIT_DEVICE i32 nearest_exponent(float amax, float top) {
+  const float s = round_to<In>(amax / top);
+  const float log = round_to<In>(float32_log2(s > 0.0f ? s : 1.0f)), below = floorf(log);
+  const float fraction = round_to<In>(log - below);
+  const i32 exponent = static_cast<i32>(below);
+  const bool is_up = fraction < round_to<In>(0.5f - 1e-6f) ? false : !(exponent & 1);
+  return exponent + (fraction > round_to<In>(0.5f + 1e-6f) || is_up);
+}
+
+// Store the two candidates of a block with a finite amax > 0, the usual one first.
+template <class F, class In>
+FP4KIT_DEVICE void power_candidates(float amax, PowerCandidate (&candidates)[2]) {
+  if constexpr (F::kHasNan) {
+    const bool is_tiny = amax < kFltMin;
+    const u32 bits = bits_of(is_tiny ? kFltMin : amax);
+    candidates[0] = power_candidate<F, In>(maximum(log2_floor<In>(bits) - F::kEmax, -127));
+    candidates[1] = power_candidate<F, In>(maximum(log2_ceil<In>(bits) - F::kEmax, -127));
+  } else {
+    candidates[0] = power_candidate<F, In>(nearest_exponent<In>(amax, 6.0f));
+    candidates[1] = power_candidate<F, In>(nearest_exponent<In>(amax, 4.0f));
+  }
+}
+
+// Return the squared error of an element with the magnitude a under a candidate.
+template <class F, class In>
+FP4KIT_DEVICE float squared_error(float a, PowerCandidate c) {
+  const float difference = round_to<In>(a - round_to<In>(nearest_by_a_sum<F>(a * c.factor) * c.power));
+  return round_to<In>(difference * difference);
+}
+
+// Return true if the second candidate wins, given the sums of the squared errors of `count` elements.
+template <class F, class In>
+FP4KIT_DEVICE bool second_wins(float first_sum, float second_sum, float count) {
+  const float first = round_to<In>(first_sum / count), second = round_to<In>(second_sum / count);
+  if constexpr (F::kHasNan) return is_finite(second) && (second < first || !is_finite(first));
+  return !(second >= first);
+}
+
+// Return the amax of a block for which there is nothing to choose: NaN or infinite, or 0. E4M3 scales of infinite
+// blocks are NaN. A block of zeros has the power 1 with E2M1 elements, and keeps 0 with E4M3 elements.
+template <class F>
+FP4KIT_DEVICE float amax_without_choice(float amax) {
+  if (amax == 0.0f) return F::kHasNan ? 0.0f : 1.0f;
+  return F::kHasNan ? nan_value() : amax;
+}
