@@ -42,9 +42,9 @@ struct decode_hif4 {
 };
 
 template <class Rule>
-constexpr bool kDecodesHif4 = false;
+inline constexpr bool kDecodesHif4 = false;
 template <>
-constexpr bool kDecodesHif4<decode_hif4> = true;
+inline constexpr bool kDecodesHif4<decode_hif4> = true;
 
 // Return x rounded to bfloat16, as float32.
 FP4KIT_DEVICE float hif4_bfloat16(float x) {
