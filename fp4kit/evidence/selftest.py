@@ -24,7 +24,7 @@ import numpy as np
 
 from fp4kit.evidence.fuzz import run as fuzz
 from fp4kit.evidence.fuzz.arrays import drawn
-from fp4kit.evidence.fuzz.recipes import Pool
+from fp4kit.evidence.fuzz.recipes import COMPILED, Pool
 from fp4kit.evidence.golden.check import byte_arrays, result_of, row_arrays
 from fp4kit.evidence.golden.golden_set import GoldenSet
 from fp4kit.evidence.golden.rows import ROWS
@@ -34,7 +34,7 @@ from fp4kit.layouts import unpack
 from fp4kit.ops.engines import specification
 from fp4kit.ops.quantize import dequantize, fake_quantize, quantize
 from fp4kit.quantized.container import Quantized
-from fp4kit.recipes import RECIPES, Recipe
+from fp4kit.recipes import Recipe
 from fp4kit.units import UNITS
 
 INFINITY = 0x7F800000
@@ -64,7 +64,7 @@ class Float32Sweep(NamedTuple):
     @property
     def target(self) -> Recipe:
         """Return the sweep's Recipe, which the field ``recipe`` names by its id."""
-        return RECIPES[self.recipe]
+        return COMPILED[self.recipe]
 
 
 ALL = 1 << 31
@@ -267,7 +267,7 @@ def specified(engine: ComparedEngine, id: str, quick: bool) -> Outcome:
     """Compare quantize and dequantize of an engine with the specification, for the recipe ``id``; return the
     Outcome.
     """
-    total, r = Outcome(), RECIPES[id]
+    total, r = Outcome(), COMPILED[id]
     for dtype in FLOATS:
         for name, x in inputs(dtype):
             what = f"{id} {name} {dtype}"
@@ -299,12 +299,12 @@ def round_trip(
 
 def large(engine: ComparedEngine, id: str, dtype: np.dtype, shape: tuple[int, int]) -> Outcome:
     """Compare an engine's quantize and dequantize with the specification on a large array, and return the Outcome."""
-    return round_trip(engine, ordinary(dtype, shape, 4), RECIPES[id], f"{id} {dtype} {shape}", (BF16,))
+    return round_trip(engine, ordinary(dtype, shape, 4), COMPILED[id], f"{id} {dtype} {shape}", (BF16,))
 
 
 def every_bfloat16(engine: ComparedEngine, id: str) -> Outcome:
     """Compare an engine's quantize with the specification's for all bfloat16 values, with nearly every block scale."""
-    r = RECIPES[id]
+    r = COMPILED[id]
     size = r.block_size
     bits = np.resize(np.arange(1 << 16, dtype=np.uint16), (-(-(1 << 16) // (size - 1)), size - 1))
     total = Outcome()
@@ -328,7 +328,7 @@ def every_code(engine: ComparedEngine, id: str) -> Outcome:
     """Compare an engine's dequantize with the specification's for all codes under all scale bytes, in each float
     dtype.
     """
-    r = RECIPES[id]
+    r = COMPILED[id]
     width = 256 * r.element.packing.codes
     kinds = 256 if r.element.packing.codes > 1 else 1 << r.element.bits  # a byte with one code holds no larger number
     codes = np.tile(np.arange(256, dtype=np.uint8) & np.uint8(kinds - 1), (256, 1))
@@ -351,7 +351,7 @@ def swept(engine: ComparedEngine, sweep: Float32Sweep, quick: bool) -> Outcome:
 
 def plan(engine: ComparedEngine, golden: GoldenSet | None, quick: bool) -> list[Task]:
     """Return all tasks of the self-test, without running them, roughly the long ones first."""
-    with_codes = tuple(id for id, r in RECIPES.items() if not r.fake_only)
+    with_codes = tuple(id for id, r in COMPILED.items() if not r.fake_only)
     ids = QUICK if quick else with_codes
     shape = (1024, 8192) if quick else (4096, 16384)
     floats = f"every {STEP}st float32, all near a change" if quick else "every float32"
@@ -364,7 +364,7 @@ def plan(engine: ComparedEngine, golden: GoldenSet | None, quick: bool) -> list[
         for dtype in (BF16,) if quick else FLOATS:
             tasks.append(Task("large random tensors", f"{id} {dtype}", partial(large, engine, id, dtype, shape)))
     if golden is not None:
-        names = ids if quick else tuple(RECIPES)
+        names = ids if quick else tuple(COMPILED)
         tasks += [Task("recorded outputs of the producers", id, partial(recorded, engine, golden, id)) for id in names]
     tasks += [Task("adversarial blocks and random bits", id, partial(specified, engine, id, quick)) for id in ids]
     for seed in range(1 if quick else 5):

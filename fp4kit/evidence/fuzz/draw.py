@@ -276,6 +276,8 @@ def draw_operand(d: Picks, kind: Variant | str, shape: tuple[int, ...], pattern:
 GROUPED = ("quantize_grouped", "fake_quantize_grouped", "amax_grouped", "backward_grouped", "plan")
 # Operations that return no codes. Only these are drawn for recipes without codes.
 VALUES_ONLY = ("fake_quantize", "fake_quantize_grouped", "amax", "amax_grouped", "backward", "backward_grouped")
+# Only these are drawn for recipes with several levels of scales.
+LEVELED = ("quantize", "fake_quantize", "quantize_grouped", "fake_quantize_grouped", "plan", "decode")
 FLATTENED = ("partial", "master_weights")  # operations on shards of a flattened matrix
 FAULTS = ("length", "axis", "dtype", "seed", "layout", "amax shape", "negative amax", "block_amax")
 # Lengths of axes to draw from, at and next to the tile sizes of kernels. LENGTHS is for axes that are not quantized.
@@ -478,7 +480,7 @@ _ROWS = ("quantize_both", "pack", "swizzle_bytes", *FLATTENED)
 
 
 def _supports(operation: str, r: Recipe) -> bool:
-    if r.fake_only and operation not in VALUES_ONLY:
+    if (r.fake_only and operation not in VALUES_ONLY) or (r.levels and operation not in LEVELED):
         return False
     if operation in FLATTENED:
         return r.block is not None and r.tensor_scaling in ("none", "tensor") and not (r.four_over_six or r.search)

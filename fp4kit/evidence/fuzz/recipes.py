@@ -13,7 +13,7 @@ from fp4kit.evidence.fuzz.arrays import DrawnArray, View
 from fp4kit.formats import E1M2, E2M1, E2M3, E3M0, E3M2, E4M3, E5M2, INT4, INT8
 from fp4kit.layouts import SCALE_LAYOUTS
 from fp4kit.lazy import lazy_property
-from fp4kit.recipes import RECIPES, Recipe, rules
+from fp4kit.recipes import ALL_RECIPES, Recipe, rules
 from fp4kit.units import UNITS
 
 OPERATIONS = (
@@ -41,6 +41,7 @@ OPERATIONS = (
 )
 
 
+COMPILED = {id: r for id, r in ALL_RECIPES.items() if not r.specification_only}
 MANY = 1 << 20  # more elements than an array has; a limit that stays valid while shrinking changes the array's shape
 
 
@@ -53,7 +54,7 @@ class Variant:
 
     @lazy_property
     def recipe(self) -> Recipe:
-        base = RECIPES[self.id]
+        base = COMPILED[self.id]
         return replace(base, **dict(self.changes)) if self.changes else base
 
 
@@ -79,7 +80,7 @@ class Pool:
         ValueError: if recipes, operations, layouts or units is empty or holds an unknown name.
     """
 
-    recipes: tuple[str, ...] = tuple(RECIPES)
+    recipes: tuple[str, ...] = tuple(COMPILED)
     variants: tuple[Variant, ...] = ()
     dtypes: tuple[str, ...] = ("float32", "float16", "bfloat16")
     layouts: tuple[str, ...] = SCALE_LAYOUTS
@@ -92,7 +93,7 @@ class Pool:
     units: tuple[str, ...] = tuple(UNITS)
 
     def __post_init__(self) -> None:
-        known = {"recipes": RECIPES, "operations": OPERATIONS, "layouts": SCALE_LAYOUTS, "units": UNITS}
+        known = {"recipes": COMPILED, "operations": OPERATIONS, "layouts": SCALE_LAYOUTS, "units": UNITS}
         for name, allowed in known.items():
             unknown = [value for value in getattr(self, name) if value not in allowed]
             if unknown or not getattr(self, name):
@@ -225,7 +226,7 @@ TRIES = 5  # values that are tried per change
 
 def draw_variant(d: Picks, id: str, changes: int) -> Variant:
     """Return recipe ``id`` as a Variant with up to ``changes`` changes, each of which Recipe accepts."""
-    r = RECIPES[id]
+    r = COMPILED[id]
     found: dict[str, Any] = {}
     for _ in range(changes):
         for _ in range(TRIES):
@@ -239,4 +240,4 @@ def draw_variant(d: Picks, id: str, changes: int) -> Variant:
             else:
                 found |= fields
                 break
-    return Variant(id, tuple((name, value) for name, value in found.items() if getattr(RECIPES[id], name) != value))
+    return Variant(id, tuple((name, value) for name, value in found.items() if getattr(COMPILED[id], name) != value))

@@ -28,7 +28,7 @@ from fp4kit.evidence.fuzz.check import Verdict, agree
 from fp4kit.evidence.fuzz.draw import ALPHAS, ARRAYS, LONGEST, DrawnCase, DrawnOptions, changes_of, draw, units_for
 from fp4kit.evidence.fuzz.programs import check, script
 from fp4kit.evidence.fuzz.recipes import CHANGES, OPERATIONS, Picks, Pool, Variant, draw_variant
-from fp4kit.recipes import RECIPES, Recipe
+from fp4kit.recipes import Recipe
 
 PRODUCTS = Pool(operations=("matmul",))
 SMALL_PRODUCTS = replace(SMALL, operations=("matmul",))
@@ -49,7 +49,7 @@ def test_two_engines_that_are_equal(away):
     assert report.failures == [] and report.total("failed") == 0 and report.total("refused") > 0
 
 
-@pytest.mark.parametrize("id", RECIPES)
+@pytest.mark.parametrize("id", Pool().recipes)
 def test_every_recipe_is_drawn_right(id):
     """No drawn call of a recipe fails, and at most 4 of 6 are rejected, so most draws are calls that it supports."""
     report = fuzz.run(None, 600, 3, cases=6, pool=replace(SMALL, recipes=(id,), faults=False))
@@ -72,7 +72,7 @@ def test_a_case_is_drawn_from_its_number_alone():
 def test_every_field_is_changed():
     """Drawn variants of recipes differ in every field that can change, and Recipe accepts them."""
     d = Picks(0, SMALL)
-    variants = [draw_variant(d, id, 4) for id in RECIPES for _ in range(5)]
+    variants = [draw_variant(d, id, 4) for id in Pool().recipes for _ in range(5)]
     assert all(isinstance(variant.recipe, Recipe) for variant in variants)
     assert {name for variant in variants for name, _ in variant.changes} >= set(CHANGES)
     assert sum(len(variant.changes) for variant in variants) > len(variants)

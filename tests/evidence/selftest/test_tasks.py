@@ -21,6 +21,7 @@ from fp4kit.cli.output import Output
 from fp4kit.evidence import selftest
 from fp4kit.evidence import selftest as selftest_sweep
 from fp4kit.evidence.fuzz import run as fuzz
+from fp4kit.evidence.fuzz.recipes import COMPILED
 from fp4kit.evidence.selftest import (
     ALL,
     NEAR,
@@ -216,8 +217,8 @@ def test_the_full_plan_covers_every_recipe(golden):
     parts = {}
     for task in selftest.plan(NUMPY, golden, quick=False):
         parts.setdefault(task.part, set()).add(task.name)
-    assert parts["recorded outputs of the producers"] == set(RECIPES)
-    assert parts["adversarial blocks and random bits"] == {id for id, r in RECIPES.items() if not r.fake_only}
+    assert parts["recorded outputs of the producers"] == set(COMPILED)
+    assert parts["adversarial blocks and random bits"] == {id for id, r in COMPILED.items() if not r.fake_only}
     assert parts["every float32"] == {sweep.name for sweep in SWEEPS}
     assert {name.partition(" ")[0] for name in parts["matrix products of every unit"]} == {u.id for u in fp4kit.units()}
     assert "recorded outputs of the producers" not in {task.part for task in selftest.plan(NUMPY, None, quick=False)}
