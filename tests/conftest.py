@@ -152,8 +152,8 @@ def pytest_addoption(parser):
 def pytest_collection_modifyitems(config, items):
     """Select the cases that this run takes; see exhaustive.py.
 
-    A usual run takes the common recipes and 1/48 of the others. An exhaustive run takes another 1/48.
-    Recipes whose field values all occur in common ones run only in exhaustive runs, with 1/48 of their cases.
+    A usual run takes the common recipes and 1/64 of the others. An exhaustive run takes another 1/64.
+    Recipes whose field values all occur in common ones run only in exhaustive runs, with 1/64 of their cases.
     """
     left_out = [*mark_recipes(items), *thin_emulated(items)]
     if left_out and not config.getoption("every_recipe"):

@@ -77,11 +77,11 @@ def seldom() -> frozenset[str]:
 
 
 def lot(test: str, recipe: str) -> int:
-    """Return a number from 0 to 47 by which test cases are divided between runs.
+    """Return a number from 0 to 63 by which test cases are divided between runs.
 
     The numbers are evenly distributed over the recipes of a test and over the tests of a recipe.
     """
-    return crc32(f"{test} {recipe}".encode()) % 48
+    return crc32(f"{test} {recipe}".encode()) % 64
 
 
 def sampled(
