@@ -616,16 +616,8 @@ FOREIGN = (
 MARKS = tuple(dict.fromkeys(next(iter(row.parts)) for row in FOREIGN))  # suffixes by which rows are looked up
 # Further suffixes of parts.
 _OTHERS = (
-    *(
-        ".block_scale",
-        ".tensor_scale",
-        ".tensor_amax",
-        ".weight.quant_map",
-        ".weight.nested_absmax",
-        ".weight.nested_quant_map",
-        ".weight_format",
-        ".SCB_2",
-    ),
+    *(".block_scale", ".tensor_scale", ".tensor_amax"),
+    *(".weight.quant_map", ".weight.nested_absmax", ".weight.nested_quant_map", ".weight_format", ".SCB_2"),
     *(".backward_hadamard_matrix", ".act_global_scale", ".weight_global_scale", ".weight._scale", ".scale", ".zero"),
     *(".suh", ".svh", ".zeros", ".codes", ".indices", ".res_centroids", ".activation_global_scaling_factor", ".alpha"),
     *(".activation_scaling_factor", ".prequant_scaling_factor", ".smooth_factor", ".proj_down", ".proj_up", ".s_group"),
