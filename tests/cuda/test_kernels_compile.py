@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from functools import partial
+from functools import cache, partial
 from itertools import cycle
 from pathlib import Path
 
@@ -86,6 +86,21 @@ def test_recipes_of_no_other_rule_compile(recipe, case):
 
 @pytest.mark.parametrize("case", every(4, KINDS), ids=str)
 def test_every_kind_of_kernel_compiles(case):
+    check_compiles(case, "sm_90")
+
+
+@pytest.fixture
+def oldest_compiler(monkeypatch):
+    """Use NVRTC 12.9, the oldest version that the extras of fp4kit install."""
+    places = [place for place in nvrtc._candidates() if place.endswith("libnvrtc.so.12")]
+    monkeypatch.setattr(nvrtc, "_candidates", lambda: places)
+    for cached in (nvrtc.nvrtc_library, nvrtc.compiler_version):
+        monkeypatch.setattr(nvrtc, cached.__name__, cache(cached.__wrapped__))
+    assert nvrtc.compiler_version() == (12, 9)
+
+
+@pytest.mark.parametrize("case", every(6, KINDS), ids=str)
+def test_the_oldest_compiler_compiles(oldest_compiler, case):
     check_compiles(case, "sm_90")
 
 

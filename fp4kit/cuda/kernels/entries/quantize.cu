@@ -277,6 +277,27 @@ FP4KIT_DEVICE void quantize_step(const QuantizeArguments& a,
   }
 }
 
+// Quantize the steps of a walk over the matrix a.x that `grid` assigns to this thread block. For runs of finite
+// elements, Fast is the struct with the recipe's arithmetic.
+template <class R, class In, bool kAligned, class Fast>
+FP4KIT_DEVICE void quantize_steps(const QuantizeArguments& a, Grid grid, const Walk<R, In>& walk,
+                                  TensorScale whole_scale, const Factor* table) {
+  using Traits = QuantizeTraits<R, In>;
+  for (u32 step = static_cast<u32>(grid.block); step < walk.steps; step += static_cast<u32>(grid.blocks)) {
+    if (is_padding<R, In>(walk, step)) continue;
+    const auto place_of = [&](int k) { return run_position<R, In>(walk, step, k); };
+    Run<In, Traits::kRun> x[Traits::kUnroll];
+    float amaxes[Traits::kUnroll];
+#pragma unroll
+    for (int k = 0; k < Traits::kUnroll; ++k) {
+      const RunPosition place = place_of(k);
+      if constexpr (Traits::kHasFastPath) x[k] = read_run_of<R, In, kAligned>(a, place.run);
+      amaxes[k] = tensor_amax_of<R, In>(a, place);
+    }
+    quantize_step<R, In, kAligned, Traits::kOneScale, Fast>(a, x, amaxes, whole_scale, table, place_of);
+  }
+}
+
 // Quantize the part of the matrix a.x that `grid` assigns to this thread block, and store its codes and block scales,
 // or its values if R::kFake. In a group of tensors, this part is one piece of a tensor. Tensor scales are stored too,
 // unless R::kFake. If there is only one, the thread block with grid.block = 0 stores it, if a.tensor_scale is not
@@ -291,23 +312,9 @@ FP4KIT_DEVICE void quantize(const QuantizeArguments& a, Grid grid) {
   if constexpr (R::kTensorScaling == TensorScaling::tensor && !R::kFake) {
     if (grid.block == 0 && threadIdx.x == 0 && a.tensor_scale) store_tensor_scale(a, 0, whole_scale);
   }
-  const auto quantize_all = [&](auto fast) {
-    for (u32 step = static_cast<u32>(grid.block); step < walk.steps; step += static_cast<u32>(grid.blocks)) {
-      if (is_padding<R, In>(walk, step)) continue;
-      const auto place_of = [&](int k) { return run_position<R, In>(walk, step, k); };
-      Run<In, Traits::kRun> x[Traits::kUnroll];
-      float amaxes[Traits::kUnroll];
-#pragma unroll
-      for (int k = 0; k < Traits::kUnroll; ++k) {
-        const RunPosition place = place_of(k);
-        if constexpr (Traits::kHasFastPath) x[k] = read_run_of<R, In, kAligned>(a, place.run);
-        amaxes[k] = tensor_amax_of<R, In>(a, place);
-      }
-      quantize_step<R, In, kAligned, Traits::kOneScale, decltype(fast)>(a, x, amaxes, whole_scale, table, place_of);
-    }
-  };
-  if (multiplies) return quantize_all(FastRecipe<R, In>{});
-  if constexpr (kHasMultipliers<R, In>) quantize_all(FastRecipe<R, In, false>{});
+  if (multiplies) return quantize_steps<R, In, kAligned, FastRecipe<R, In>>(a, grid, walk, whole_scale, table);
+  if constexpr (kHasMultipliers<R, In>)
+    quantize_steps<R, In, kAligned, FastRecipe<R, In, false>>(a, grid, walk, whole_scale, table);
 }
 
 // Load the runs x[k] at place_of(k), for k = 0 ... kUnroll - 1.
