@@ -279,9 +279,8 @@ def clip_group(clips: Sequence[Clip]) -> GroupedLaunch:
     return prepare_rows("clip", device, "", traits, members, aligned_runs, pieces, clips)
 
 
-# In arrays of up to this many elements, the quantize kernel itself computes the amaxes (with_kernel_amax). For a tensor
-# amax, this saves two launches: one that clears the amax and one that computes it. For row amaxes, it saves the launch
-# that computes them. Device time in us, bfloat16 to nvfp4-te (H200, 2026-11-22); on the host, one launch takes 5 us
+# In arrays of up to this many elements, the quantize kernel itself computes the amaxes (with_kernel_amax). This saves
+# the launch that computes them, and, for a tensor amax in a graph, the one that clears the amax. Device time in us, bfloat16 to nvfp4-te (H200, 2026-11-22); on the host, one launch takes 5 us
 # less than three:
 #     shape            64 x 4096   128 x 4096   256 x 4096
 #     one launch       4.5         5.6          8.6

@@ -26,6 +26,7 @@ from fp4kit.ops import engines as call_cache
 from fp4kit.quantized.container import packed_shape, scale_shape
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
+CELLS = 1 << 20  # the address of the memory for amaxes
 
 
 class Odd(np.ndarray):
@@ -89,11 +90,18 @@ def gpu(monkeypatch):
     The fixture's `log` is the list of launches, and its `current` is the number of the current device.
     """
     state = SimpleNamespace(current=0, log=Array.log)
-    runtime = SimpleNamespace(getDevice=lambda: state.current)
+    runtime = SimpleNamespace(
+        getDevice=lambda: state.current,
+        streamIsCapturing=lambda stream: False,
+        memsetAsync=lambda at, value, size, stream: state.log.append(("memset", at, size)),
+    )
     cupy = SimpleNamespace(
         ndarray=Array,
         cuda=SimpleNamespace(
-            runtime=runtime, get_current_stream=lambda: None, alloc=lambda size: Array(size, np.uint8).data
+            runtime=runtime,
+            get_current_stream=lambda: SimpleNamespace(ptr=0),
+            alloc=lambda size: Array(size, np.uint8).data,
+            Memory=lambda size: SimpleNamespace(ptr=CELLS, size=size),
         ),
         ascontiguousarray=lambda a: a,
         empty=Array,
@@ -113,7 +121,7 @@ def gpu(monkeypatch):
         return launched
 
     monkeypatch.setattr(compiler, "function", function)
-    caches = [f for m in (launch, matrix) for f in vars(m).values() if hasattr(f, "cache_clear")]
+    caches = [f for m in (launch, matrix, cached_calls) for f in vars(m).values() if hasattr(f, "cache_clear")]
     for cached in caches:
         cached.cache_clear()
     state.log.clear()
@@ -174,21 +182,19 @@ def with_arguments(line, **addresses):
     return (*line[:4], arguments.tobytes())
 
 
-def test_the_amax_of_x_is_found_in_out(gpu, monkeypatch):
-    """For an array that is not small, a separate launch writes the amax of x directly to out."""
+def test_the_amax_of_x_is_copied_to_out(gpu, monkeypatch):
+    """For an array that is not small, a separate launch finds the amax of x, and the last launch copies it to out."""
     x, out = Array((2048, 512), BF16), result("nvfp4-te", (2048, 512))
     first, _ = by_driver(gpu, monkeypatch, lambda: fp4kit.quantize(x, "nvfp4-te", out=out))
     forbid(monkeypatch)
-    second, _ = logged(gpu, lambda: fp4kit.quantize(x, "nvfp4-te", out=out))
-    at = out.tensor_amax.data.ptr
-    assert [line[0] for line in first] == ["amax_kernel", "quantize_kernel"]
-    assert [line[0] for line in second] == ["memset", "amax_kernel", "quantize_kernel"] and second[0][1] == at
-    # Without a cached call, the amax is computed at the address `elsewhere`, and the last launch copies it to out.
-    elsewhere = argument(first[1], "tensor_amax")
-    assert argument(first[1], "amax_out") == at and elsewhere != at
-    words = np.uint64(elsewhere).tobytes(), np.uint64(at).tobytes()
-    assert (*first[0][:4], first[0][4].replace(*words)) == second[1]
-    assert with_arguments(first[1], tensor_amax=at, amax_out=0) == second[2]
+    (*cleared, amax, last), _ = logged(gpu, lambda: fp4kit.quantize(x, "nvfp4-te", out=out))
+    assert [line[0] for line in first] == ["amax_kernel", "quantize_kernel"] and {line[0] for line in cleared} == {
+        "memset"
+    }
+    there, here = argument(first[1], "tensor_amax"), argument(last, "tensor_amax")
+    assert argument(last, "amax_out") == out.tensor_amax.data.ptr and here == CELLS != there
+    assert (*first[0][:4], first[0][4].replace(np.uint64(there).tobytes(), np.uint64(here).tobytes())) == amax
+    assert with_arguments(first[1], tensor_amax=here) == last
 
 
 def test_the_kernel_finds_the_amax_of_a_small_array_in_out(gpu, monkeypatch):

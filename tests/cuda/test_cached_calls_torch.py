@@ -21,15 +21,20 @@ from fp4kit.ops import engines as call_cache
 torch = pytest.importorskip("torch")
 BF16 = np.dtype(ml_dtypes.bfloat16)
 SHAPE = (64, 256)
-STREAM = 4321
+STREAM, CELLS = 4321, 1 << 20
 
 
 @pytest.fixture(autouse=True)
 def log(monkeypatch):
     """Make tensors report that they are on CUDA, set a current stream, and record all launches and cleared memory."""
     seen = []
-    runtime = SimpleNamespace(getDevice=lambda: 0, memsetAsync=lambda *arguments: seen.append(("memset", arguments)))
-    monkeypatch.setattr(imports, "cupy", lambda: SimpleNamespace(cuda=SimpleNamespace(runtime=runtime)))
+    runtime = SimpleNamespace(
+        getDevice=lambda: 0,
+        memsetAsync=lambda *arguments: seen.append(("memset", arguments)),
+        streamIsCapturing=lambda stream: False,
+    )
+    cuda = SimpleNamespace(runtime=runtime, Memory=lambda size: SimpleNamespace(ptr=CELLS, size=size))
+    monkeypatch.setattr(imports, "cupy", lambda: SimpleNamespace(cuda=cuda))
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
     monkeypatch.setattr(torch_arrays, "_raw_stream", lambda: lambda index: STREAM)
     monkeypatch.setattr(call_cache, "_CALLS", {})
@@ -119,11 +124,34 @@ def test_quantize(log, recipe, is_given, directions):
 
 
 def test_an_amax_with_a_launch_of_its_own(log):
+    """The amax kernel raises a zero that no other call uses, and quantize copies it into the result."""
     x = tensor((2048, 512))
-    q = cached_calls.quantize(parsed(x, "nvfp4-te"), x, None)(x, None, None)
+    call = cached_calls.quantize(parsed(x, "nvfp4-te"), x, None)
+    cells = []
+    for _ in range(5000):
+        q = call(x, None, None)
+        *memsets, (name, found), (_, quantized) = log
+        cells.append(found["amax"])
+        assert name == "amax" and found["x"] == x.data_ptr()
+        assert quantized == {"x": x.data_ptr(), "tensor_amax": cells[-1]} | addresses(q) | {
+            "amax_out": q.tensor_amax.data_ptr()
+        }
+        # A cleared part is neither that of this call nor one of the last 1,000 calls.
+        for _, (at, value, size, stream) in memsets[1:] if len(cells) == 1 else memsets:
+            assert (value, stream) == (0, STREAM) and not {at + i for i in range(0, size, 4)} & {*cells[-1000:]}
+        log.clear()
+    assert cells[:4096] == [CELLS + 4 * i for i in range(4096)] and cells[4096:] == cells[: 5000 - 4096]
+
+
+def test_an_amax_in_a_capture(log, monkeypatch):
+    """A graph is launched more than once, so it clears the amax itself."""
+    x = tensor((2048, 512))
+    monkeypatch.setattr(imports.cupy().cuda.runtime, "streamIsCapturing", lambda stream: stream == STREAM)
+    call = cached_calls.quantize(parsed(x, "nvfp4-te"), x, None)
+    q = call(x, None, None)
     at = q.tensor_amax.data_ptr()
     assert log[:2] == [("memset", (at, 0, 4, STREAM)), ("amax", {"x": x.data_ptr(), "amax": at})]
-    assert log[2:] == [("quantize", {"x": x.data_ptr(), "tensor_amax": at} | addresses(q))]
+    assert log[2:] == [("quantize", {"x": x.data_ptr(), "tensor_amax": at, "amax_out": at} | addresses(q))]
 
 
 def test_other_operations(log):

@@ -14,7 +14,7 @@ from exhaustive import exhaustive
 from on_gpu import ON_GPU, agree, assert_same, blocks, check, cupy, differing, gpu_only, there
 
 import fp4kit
-from fp4kit.cuda import engine
+from fp4kit.cuda import cached_calls, engine
 from fp4kit.cuda.cached_calls import _array_at
 from fp4kit.cuda.matrix import implies_amaxes
 from fp4kit.ops import engines as call_cache
@@ -318,10 +318,11 @@ def test_threads_with_arrays_of_their_own():
         assert_same(out, fp4kit.quantize(x, "nvfp4-te"))
 
 
-@pytest.mark.parametrize("amax_given", [True, False])
-def test_a_cached_call_is_captured_in_a_graph(monkeypatch, amax_given):
-    first, second = blocks(BF16), np.ascontiguousarray(blocks(BF16)[::-1])
-    x, y = cupy.asarray(first), cupy.empty(SHAPE, BF16)
+@pytest.mark.parametrize(("amax_given", "copies"), [(True, 1), (False, 1), (False, 20)])
+def test_a_cached_call_is_captured_in_a_graph(monkeypatch, amax_given, copies):
+    # The graph is launched twice: the second time for smaller numbers.
+    first, second = np.tile(blocks(BF16), (copies, 1)), np.tile(blocks(BF16)[::-1], (copies, 1)) / BF16.type(4)
+    x, y = cupy.asarray(first), cupy.empty(first.shape, BF16)
     amax = cupy.asarray(fp4kit.quantize(second, "nvfp4-te").tensor_amax) if amax_given else None
     out = fp4kit.quantize(x, "nvfp4-te")
 
@@ -335,12 +336,43 @@ def test_a_cached_call_is_captured_in_a_graph(monkeypatch, amax_given):
         stream.begin_capture()
         call()
         graph = stream.end_capture()
+        graph.launch(stream)
         x[...] = cupy.asarray(second)
         graph.launch(stream)
         stream.synchronize()
     expected = fp4kit.quantize(second, "nvfp4-te")
     assert_same(out, expected)
     assert differing(y, fp4kit.dequantize(expected)) == 0
+
+
+@pytest.mark.parametrize("own_stream", [True, False])
+def test_the_amaxes_of_threads(monkeypatch, own_stream):
+    """Each call takes a zero of its own for its amax, also if threads share a stream and zeros are used again."""
+    monkeypatch.setattr(cached_calls._Cells, "_QUARTER", 2)
+    cached_calls._cells.cache_clear()
+    xs = [np.tile(blocks(BF16), (20, 1)) / BF16.type(2**i) for i in range(4)]
+    on_gpu, found = [cupy.asarray(x) for x in xs], [[] for _ in range(2)]
+    fp4kit.quantize(on_gpu[0], "nvfp4-te")
+    shared = cupy.cuda.Stream(non_blocking=True)
+
+    def work(thread):
+        with cupy.cuda.Stream(non_blocking=True) if own_stream else shared as stream:
+            for i in range(20):
+                found[thread].append(fp4kit.quantize(on_gpu[(i + thread) % 4], "nvfp4-te"))
+            stream.synchronize()
+
+    cupy.cuda.Device().synchronize()
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    cached_calls._cells.cache_clear()
+    expected = [fp4kit.quantize(x, "nvfp4-te") for x in xs]
+    for thread, results in enumerate(found):
+        assert len(results) == 20
+        for i, q in enumerate(results):
+            assert_same(q, expected[(i + thread) % 4])
 
 
 def test_cached_calls_hold_no_memory():

@@ -5,13 +5,24 @@ See cupy_on_host.py for the arrays.
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any, ClassVar
 from unittest.mock import patch
 
-from host.device_memory import MemoryPointer, MemoryPool, Stream, alloc, using_allocator, wait
+from host.device_memory import (
+    Memory,
+    MemoryPointer,
+    MemoryPool,
+    Stream,
+    alloc,
+    is_capturing,
+    on_stream,
+    using_allocator,
+    wait,
+)
 
 from fp4kit.cuda import launch
 
@@ -87,10 +98,13 @@ runtime = SimpleNamespace(
     getDevice=lambda: Device().id,
     getDeviceProperties=_properties,
     memGetInfo=lambda: (1 << 30, 1 << 30),
+    memsetAsync=lambda at, value, size, stream: on_stream(lambda: ctypes.memset(at, value, size)),
+    streamIsCapturing=lambda stream: is_capturing(),
     CUDARuntimeError=CUDARuntimeError,
 )
 cuda = SimpleNamespace(
     Device=Device,
+    Memory=Memory,
     MemoryPointer=MemoryPointer,
     MemoryPool=MemoryPool,
     Stream=Stream,

@@ -60,7 +60,7 @@ FP4KIT_DEVICE u32 largest_bits(const typename In::Bits* x, i64 count, i64 lane, 
   constexpr int kRun = kAmaxRun;
   u32 largest = 0u;
   const i64 runs = kAligned || Transform::kHadamard ? count / kRun : 0;
-  for (i64 i = lane; i < runs; i += lanes)
+  for (i64 i = runs - 1 - lane; i >= 0; i -= lanes)  // backwards: the next kernel finds the first elements in the cache
     largest = maximum(largest, largest_of_run<Transform, In, kInput>(read_run<In, kRun, kAligned>(x + i * kRun)));
   for (i64 i = runs * kRun + lane; i < count; i += lanes)
     largest = maximum(largest, counted_bits<kInput>(In::widen(x[i])));
