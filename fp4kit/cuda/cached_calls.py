@@ -132,10 +132,10 @@ def _repeated(call: Call, x: Any, given: Any, request: LaunchRequest, outputs: _
     aligned_runs = matrix.has_aligned_runs(matrix.Matrix(call.x), request)  # a new array of values will be aligned
     launch = matrix.quantize_launch(choice, request, aligned_runs, call.x.device.id)
     find_amax: Launch | None = None
-    by_row, arguments = False, outputs.arguments
+    by_row, raises, arguments = False, False, outputs.arguments
     if _computes_amax(call) and not request.finds_amax:
         operands = tensor_amax_operands(call.x, call.recipe)
-        find_amax, by_row = matrix.amax_launch(*operands), operands[2]
+        find_amax, by_row, raises = matrix.amax_launch(*operands), operands[2], matrix.raises_amax(*operands[::2])
         if not by_row:  # quantize reads it from a cell, as if the caller had passed it
             arguments = tuple(name.replace("tensor_amax", "amax_out") for name in arguments)
     # The last two addresses are the caller's tensor_amax, and 0 for arguments without an array. The order is reversed,
@@ -152,11 +152,11 @@ def _repeated(call: Call, x: Any, given: Any, request: LaunchRequest, outputs: _
         addresses = [address(x), *map(address, arrays), 0 if given is None else address(given), 0]
         if find_amax is not None:
             amax = addresses[len(arrays)]  # that of the result
-            if not by_row:  # the kernel only raises a tensor amax, but overwrites row amaxes
-                if runtime.streamIsCapturing(stream.ptr):
-                    clear(arrays[-1], stream)
-                else:
-                    amax = _cells(device, stream.ptr, get_ident()).take()
+            if (by_row and raises) or (not by_row and runtime.streamIsCapturing(stream.ptr)):
+                clear(arrays[-1], stream)
+            elif not by_row:
+                amax = _cells(device, stream.ptr, get_ident()).take()
+            if not by_row:
                 addresses[-2] = amax
             find_amax(addresses[0], amax, stream=stream)
         launch(*pick(addresses), stream=stream)
@@ -295,7 +295,7 @@ class DeviceArrayAccess(NamedTuple):
     Attributes:
         address: address(array) returns the address of the array's first element.
         maker: maker(descriptions) returns a function without arguments that allocates one new array per NewArray.
-        clear: clear(array, stream) sets a float32 array with one element to 0 on a stream.
+        clear: clear(array, stream) sets a float32 array to 0 on a stream.
         stream: stream() returns the current stream.
     """
 
@@ -314,8 +314,8 @@ def _cupy_library() -> DeviceArrayAccess:
     """Return the DeviceArrayAccess of CuPy."""
 
     def clear(a: Any, stream: Any) -> None:
-        """Set a float32 array with one element to 0 on the current stream, which `stream` must be."""
-        a.data.memset_async(0, FLOAT32.itemsize)
+        """Set a float32 array to 0 on the current stream, which `stream` must be."""
+        a.data.memset_async(0, a.nbytes)
 
     return DeviceArrayAccess(attrgetter("data.ptr"), _cupy_maker, clear, imports.cupy().cuda.get_current_stream)
 
@@ -380,7 +380,7 @@ def _torch_library(device: Any) -> DeviceArrayAccess:
         return lambda: [new() for new in make]
 
     def clear(a: Any, stream: Any) -> None:
-        """Set a float32 tensor with one element to 0 on a stream."""
-        set_to(a.data_ptr(), 0, FLOAT32.itemsize, stream.ptr)
+        """Set a float32 tensor to 0 on a stream."""
+        set_to(a.data_ptr(), 0, a.nbytes, stream.ptr)
 
     return DeviceArrayAccess(returns.address(), maker, clear, returns.streams_of(device))

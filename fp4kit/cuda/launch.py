@@ -238,6 +238,7 @@ LAUNCHES = {
         "x amax | matrices rows columns lanes tile_rows", "Input kAligned", UNLIMITED, fixed=True
     ),
     "amax_hadamard": LaunchRow("x amax | rows columns", "Input kCounted kAligned", fixed=True),
+    "amax_long_rows": LaunchRow("x amax | rows columns", "Input kCounted kAligned", fixed=True, file="amax"),
     "amax_rows": LaunchRow("x amax | rows columns", "Input kCounted kAligned", fixed=True, file="amax"),
     "clip": LaunchRow("grad x amax out | count covered", "Input Gradient kAligned", UNLIMITED),
     "count_changed": LaunchRow("x y changed largest | count"),

@@ -32,6 +32,7 @@ from fp4kit.cuda.launch import (
     check_count,
     function_of,
     is_small,
+    multiprocessors,
     piece_counts,
     prepare_group,
     prepare_rows,
@@ -173,6 +174,11 @@ def dequantize_matrix(
     launch(*map(address, (packed, scales, values, tensor_scale, amax)))
 
 
+# Several thread blocks share a row if there are fewer rows than half of the multiprocessors. Each takes this many
+# elements: LONG_ROW_PART in amax.cu.
+LONG_ROW_PART = 1 << 14
+
+
 @cache
 def transform_struct(mask: int | None) -> str:
     """Return the text of the C++ struct Transform, which tells an amax kernel whether to apply a Hadamard transform."""
@@ -182,12 +188,19 @@ def transform_struct(mask: int | None) -> str:
 
 def amax_launch(x: Any, counted: str = "all", by_row: bool = False, mask: int | None = None) -> Launch:
     """Return the prepared launch that computes the amax of a matrix or, if by_row is True, one amax per row."""
-    # If by_row is False, the result must hold 0 before, because the kernel only raises it.
+    # If raises_amax(x, by_row), the result must hold 0 before.
     (rows, columns), run_bytes = _amax_shape(x, by_row)
     work = min(rows, -(-rows * columns // (4 * THREADS))) if by_row else -(-columns // 16)
     traits = (x.dtype, f"AmaxInput::{counted}", aligned(x, run_bytes))
     kernel = "amax_rows" if by_row else "amax"
+    if by_row and raises_amax(x, by_row):
+        kernel, work = "amax_long_rows", rows * -(-columns // LONG_ROW_PART)
     return prepared(kernel, work, (rows, columns), x.device.id, traits, transform_struct(mask))
+
+
+def raises_amax(x: Any, by_row: bool) -> bool:
+    """Return True if the kernel of amax_launch only raises amaxes: the amax of an array, or those of few long rows."""
+    return not by_row or (x.shape[1] > 2 * LONG_ROW_PART and 2 * x.shape[0] <= multiprocessors(x.device.id))
 
 
 def _amax_shape(x: Any, by_row: bool) -> tuple[tuple[int, int], int]:
@@ -280,8 +293,8 @@ def clip_group(clips: Sequence[Clip]) -> GroupedLaunch:
 
 
 # In arrays of up to this many elements, the quantize kernel itself computes the amaxes (with_kernel_amax). This saves
-# the launch that computes them, and, for a tensor amax in a graph, the one that clears the amax. Device time in us, bfloat16 to nvfp4-te (H200, 2026-11-22); on the host, one launch takes 5 us
-# less than three:
+# the launch that computes them, and, for a tensor amax in a graph, the one that clears the amax. Device time in us,
+# bfloat16 to nvfp4-te (H200, 2026-11-22); on the host, one launch takes 5 us less than three:
 #     shape            64 x 4096   128 x 4096   256 x 4096
 #     one launch       4.5         5.6          8.6
 #     three launches   5.9         6.2          6.6

@@ -147,6 +147,20 @@ def test_kernels_find_the_amaxes_of_rows(name, shape):
                 assert_same(found, expected)
 
 
+@pytest.mark.parametrize("dtype", [BF16, np.float32], ids=str)
+@pytest.mark.parametrize("columns", [2**15 + 16, 2**15 + 8, 3 * 2**14])
+def test_several_thread_blocks_share_a_long_row(columns, dtype):
+    """The second call is for smaller numbers, so that amaxes of the first one would be seen."""
+    x = ordinary(5, (1, columns)).astype(dtype)
+    x[0, 7::9] = np.nan
+    for a in (x, x / np.float32(4).astype(dtype)):
+        d = cupy.asarray(a)
+        assert differing(fp4kit.amax(d, axis=-1), fp4kit.amax(a, axis=-1)) == 0
+        for name in ("fp8-modelopt-channel", *(("nvfp4-te-rowscaled",) if columns % 16 == 0 else ())):
+            for _ in range(2):
+                assert_same(fp4kit.quantize(d, name), fp4kit.quantize(a, name))
+
+
 @pytest.mark.parametrize("name", ["nvfp4-te-rowscaled", "fp8-modelopt-channel"])
 def test_kernels_find_the_amaxes_of_rows_of_stacks_and_out(name):
     x = ordinary(4, (2, 24, 64))

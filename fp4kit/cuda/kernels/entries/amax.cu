@@ -12,10 +12,10 @@ constexpr int kRun = kAmaxRun;
 constexpr int kShortRow = 1024;  // rows of at most this many elements are too short for one thread block per row
 constexpr u32 kWarp = 32, kRowsAtOnce = 4;
 
-// The arguments of amax_kernel and amax_rows_kernel.
+// The arguments of the amax kernels.
 struct AmaxArguments {
   const void* x;      // rows x columns elements, contiguous
-  u32* amax;          // bits of float32: one amax, set to 0 before; or one amax per row
+  u32* amax;          // bits of float32: one amax, or one per row; set to 0 before, except for amax_rows_kernel
   i64 rows, columns;  // of x; 1 row of all elements for one amax
 };
 
@@ -116,4 +116,18 @@ extern "C" __global__ void __launch_bounds__(kThreads) amax_kernel(AmaxArguments
 // with any number of thread blocks.
 extern "C" __global__ void __launch_bounds__(kThreads) amax_rows_kernel(AmaxArguments a) {
   amax_rows<Input, kCounted, kAligned>(a, whole_grid());
+}
+
+// Raise the amax of each row of a.x in a.amax, which the caller sets to 0 before. This is for few long rows: each
+// thread block takes kLongRowPart elements of one row, rounded to whole runs. Launch with any number of thread blocks.
+constexpr i64 kLongRowPart = 1 << 14;
+extern "C" __global__ void __launch_bounds__(kThreads) amax_long_rows_kernel(AmaxArguments a) {
+  const i64 parts = (a.columns + kLongRowPart - 1) / kLongRowPart;
+  for (i64 i = blockIdx.x; i < a.rows * parts; i += gridDim.x) {
+    const i64 row = i / parts, first = i % parts * kLongRowPart;
+    const typename Input::Bits* x = static_cast<const typename Input::Bits*>(a.x) + row * a.columns + first;
+    const u32 largest = largest_of_block(largest_bits<Transform, Input, kCounted, kAligned>(
+        x, minimum(kLongRowPart, a.columns - first), threadIdx.x, kThreads));
+    if (threadIdx.x == 0) atomicMax(a.amax + row, largest);
+  }
 }
