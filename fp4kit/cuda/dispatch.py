@@ -329,12 +329,17 @@ def _bytes_per_thread(request: LaunchRequest) -> int:
     return VALUE_RUNS * 16 if request.values and r.block and r.apply == "multiply" else THREAD_BYTES
 
 
+MORE_ROW_THREADS = 512  # threads per thread block for rows that do not fit into one step of THREADS threads
+ROWS_BYTES = 1 << 25
+
+
 class RowPlan(NamedTuple):
     """How thread blocks process rows whose amaxes they compute (finds_rows).
 
     Attributes:
-        step: "several" if a thread block takes several whole rows in one step of its threads, "one" if it takes one row
-            in one step, "part" if it takes one row in several steps. It is always "part" for quantize_tile.
+        step: "warp" if each warp takes one row in one step of its threads, "several" if a thread block takes several
+            whole rows in one step, "one" if it takes one row in one step, "part" if it takes one row in several steps.
+            It is always "part" for quantize_tile.
         threads: the number of threads per thread block, a multiple of WARP.
         thread_bytes: the bytes of elements that a thread of quantize loads at a time. It is not used by quantize_tile.
         blocks: the number of thread blocks.
@@ -357,6 +362,11 @@ def row_plan(request: LaunchRequest, device: Device) -> RowPlan | None:
         return RowPlan("part", threads, THREAD_BYTES, grid(rows, device, 96))
     most, itemsize = THREADS // WARP, request.dtype.itemsize
     thread_bytes = _bytes_per_thread(request)
+    if rows >= grid(rows, device, 4) * most:
+        for bytes_ in (thread_bytes // 2, thread_bytes, 2 * thread_bytes) if thread_bytes == THREAD_BYTES else ():
+            warp = WARP * bytes_ // itemsize
+            if warp // 2 < columns <= warp and bytes_ >= 16 * itemsize:
+                return RowPlan("warp", THREADS, bytes_, grid(-(-rows // most), device, 96))
     if thread_bytes == THREAD_BYTES and columns * itemsize > THREADS * THREAD_BYTES:
         thread_bytes = 2 * THREAD_BYTES
     warp = WARP * thread_bytes // itemsize  # elements that a warp loads in one step
@@ -365,9 +375,14 @@ def row_plan(request: LaunchRequest, device: Device) -> RowPlan | None:
         warps = -(-count * columns // warp)
         return RowPlan("several", WARP * warps, thread_bytes, grid(-(-rows // (warps * warp // columns)), device, 96))
     warps = -(-columns // warp)
+    if warps > most:
+        most = MORE_ROW_THREADS // WARP
     steps = -(-warps // most)
-    step = "one" if steps == 1 else "part"
-    return RowPlan(step, WARP * -(-warps // steps), thread_bytes, grid(rows, device, 96))
+    if steps == 1:
+        return RowPlan("one", WARP * warps, thread_bytes, grid(rows, device, 96))
+    # The rows that thread blocks have begun should fit into the L2 cache, where they are read again.
+    blocks = max(grid(UNLIMITED, device, 1), ROWS_BYTES // (columns * itemsize))
+    return RowPlan("part", WARP * -(-warps // steps), thread_bytes, min(rows, blocks))
 
 
 def _row_grid(request: LaunchRequest, device: Device) -> int:

@@ -132,19 +132,24 @@ def test_kernel_and_grid_of_a_work(monkeypatch, work, kernel, blocks):
     ("shape", "dtype", "values", "plan"),
     [
         ((64, 4096), BF16, False, ("one", 128, 64, 64)),
-        ((16384, 512), BF16, False, ("several", 256, 64, 1024)),  # 16 rows at a time
-        ((16384, 1024), BF16, False, ("several", 256, 64, 2048)),
+        ((16384, 256), BF16, False, ("several", 256, 64, 512)),  # 32 rows at a time
+        ((16384, 512), BF16, False, ("warp", 256, 32, 2048)),
+        ((16384, 1024), BF16, False, ("warp", 256, 64, 2048)),
+        ((1 << 20, 2048), BF16, False, ("warp", 256, 128, PIECES)),
+        ((16384, 512), F32, False, ("warp", 256, 64, 2048)),
         ((300, 1024), BF16, False, ("one", 32, 64, 300)),  # few rows: one per thread block
-        ((16384, 1040), BF16, False, ("one", 64, 64, PIECES)),
+        ((16384, 1040), BF16, False, ("warp", 256, 128, 2048)),
         ((16384, 2880), BF16, False, ("one", 96, 64, PIECES)),
         ((16384, 8192), BF16, False, ("one", 256, 64, PIECES)),
         ((16384, 8208), BF16, False, ("one", 160, 128, PIECES)),  # twice as many bytes per thread
         ((16384, 12288), BF16, False, ("one", 192, 128, PIECES)),
         ((16384, 16384), BF16, False, ("one", 256, 128, PIECES)),
-        ((4096, 20480), BF16, False, ("part", 160, 128, 4096)),  # two steps of half a row
-        ((4096, 32768), BF16, False, ("part", 256, 128, 4096)),
+        ((4096, 20480), BF16, False, ("one", 320, 128, 4096)),
+        ((4096, 32768), BF16, False, ("one", 512, 128, 4096)),
+        ((4096, 65536), BF16, False, ("part", 512, 128, 256)),  # two steps of half a row; 32 MB of rows
+        ((4096, 1 << 17), BF16, False, ("part", 512, 128, 132)),
         ((16384, 5120), F32, False, ("one", 160, 128, PIECES)),
-        ((16384, 5120), BF16, True, ("part", 160, 32, PIECES)),
+        ((16384, 5120), BF16, True, ("one", 320, 32, PIECES)),
         ((3, 16), BF16, False, ("one", 32, 64, 3)),
     ],
 )

@@ -11,6 +11,7 @@ from on_gpu import ON_GPU, agree, all_or_few, assert_same, cupy, differing
 
 import fp4kit
 from fp4kit.call.inputs import takes_e8m0_amaxes
+from fp4kit.cuda import matrix
 from fp4kit.ops import engines as call_cache
 from fp4kit.quantized.container import scale_shape, tensor_amax_shape
 from fp4kit.recipes import RECIPES
@@ -126,7 +127,9 @@ def test_minus_zero_amax_of_an_amax_search():
 ROW_SCALED = ("nvfp4-te-rowscaled", "nvfp4-flashinfer-token", "nvfp4-flashinfer-token-4over6-mae-448")
 
 
-@pytest.mark.parametrize("shape", [(64, 4096), (1, 16384), (131, 272), (300, 16), (3, 16400), (33, 24)])
+@pytest.mark.parametrize(
+    "shape", [(64, 4096), (1, 16384), (131, 272), (300, 16), (3, 16400), (33, 24), (70, 1024), (65, 784), (66, 2048)]
+)
 @pytest.mark.parametrize("name", [*ROW_SCALED, "fp8-modelopt-channel", "int8-modelopt-channel"])
 def test_kernels_find_the_amaxes_of_rows(name, shape):
     """A small array takes one launch, rows of more than 16384 elements or not of whole 16 bytes take two."""
@@ -145,6 +148,16 @@ def test_kernels_find_the_amaxes_of_rows(name, shape):
                 found, expected = (fp4kit.quantize(a, name, scale_layout=layout) for a in (d, x))
                 assert found.tensor_amax.shape == (len(x),)
                 assert_same(found, expected)
+
+
+@pytest.mark.parametrize("name", ["nvfp4-te-rowscaled", "nvfp4-flashinfer-token-4over6-mae-448"])
+def test_kernels_find_the_amaxes_of_wide_rows(monkeypatch, name):
+    """Thread blocks are larger for rows that do not fit into one step of 256 threads."""
+    monkeypatch.setattr(matrix, "MANY_ROWS", 2)
+    for columns in (2**14 + 16, 2**16 + 32):
+        x = ordinary(6, (3, columns)).astype(BF16)
+        x[0, 40_000 % columns], x[1, -1] = np.nan, np.inf
+        assert_same(fp4kit.quantize(cupy.asarray(x), name), fp4kit.quantize(x, name))
 
 
 @pytest.mark.parametrize("dtype", [BF16, np.float32], ids=str)

@@ -148,7 +148,9 @@ def test_kernels_that_find_the_amax_compile(kernel, arch):
 
 
 @pytest.mark.parametrize("aligned", [True, *exhaustive((False,))])
-@pytest.mark.parametrize("step", [("one", 64), *exhaustive((("several", 64), ("one", 128), ("part", 128)))])
+@pytest.mark.parametrize(
+    "step", [("one", 64), ("warp", 64), *exhaustive((("several", 64), ("one", 128), ("part", 128), ("warp", 32)))]
+)
 def test_kernels_that_find_the_amaxes_of_rows_compile(step, aligned):
     recipe = {True: "nvfp4-te-rowscaled", False: "nvfp4-flashinfer-token"}[aligned]
     struct = recipe_struct(RECIPES[recipe], row_step=step)

@@ -378,6 +378,31 @@ FP4KIT_DEVICE void quantize_several_rows(const QuantizeArguments& a, Grid grid) 
   }
 }
 
+// Quantize rows as quantize_several_rows does, but each warp takes one row at a time, which must fit into one step of
+// its threads. No thread waits for another warp.
+template <class R, class In, bool kAligned>
+FP4KIT_DEVICE void quantize_rows_of_warps(const QuantizeArguments& a, Grid grid) {
+  using Traits = QuantizeTraits<R, In>;
+  const u32 rows = static_cast<u32>(a.rows), runs = static_cast<u32>(a.columns) / Traits::kRun,
+            lane = threadIdx.x % 32u;
+  for (u32 row = static_cast<u32>(first_item(grid) / 32); row < rows; row += static_cast<u32>(item_stride(grid) / 32)) {
+    const auto place_of = [&](int k) {
+      const u32 own = k * 32u + lane, run = minimum(own, runs - Traits::kLanes + own % Traits::kLanes),
+                block = run / Traits::kLanes;
+      return RunPosition{row * runs + run, row, block, scale_offset<R::kLayout, u32>(row, block, runs / Traits::kLanes),
+                         own < runs};
+    };
+    Run<In, Traits::kRun> x[Traits::kUnroll];
+    load_runs<R, In, kAligned>(a, place_of, x);
+    u32 own = 0u;
+#pragma unroll
+    for (int k = 0; k < Traits::kUnroll; ++k) own = maximum(own, largest_of_run<Untransformed, In, kRowInput<R>>(x[k]));
+    const float amax = float_of(largest_of_warp(own));
+    if (lane == 0u) const_cast<float*>(a.tensor_amax)[row] = amax;
+    quantize_step<R, In, kAligned, true>(a, x, {}, R::TensorRule::template scale<R, In>(amax), nullptr, place_of);
+  }
+}
+
 // Quantize rows as quantize_several_rows does, but one row at a time. If R::kRowStep is `one`, a row fits into one step
 // of the threads, and is loaded once. If it is `part`, a row is loaded again for the codes, mostly from a cache.
 template <class R, class In, bool kAligned>
@@ -415,10 +440,12 @@ FP4KIT_DEVICE void quantize_single_rows(const QuantizeArguments& a, Grid grid) {
 
 // If the kernel finds the amaxes of rows, more thread blocks per multiprocessor hide the time until a row is loaded.
 // With these numbers, at most a few registers are spilled. 0 sets no minimum.
-constexpr int kBlocksPerMultiprocessor = R::kRowStep == RowStep::none || R::kStochastic || !kAligned ? 0
-                                         : R::kThreadBytes > 64                                      ? 4
-                                         : sizeof(Input::Bits) == 2                                  ? 6
-                                                                                                     : 5;
+constexpr int kBlocksPerMultiprocessor = R::kRowStep == RowStep::none || R::kStochastic || !kAligned
+                                             ? 0
+                                             : (R::kThreadBytes > 64       ? 4
+                                                : sizeof(Input::Bits) == 2 ? 6
+                                                                           : 5) *
+                                                   256 / kThreads;
 
 // Quantize a.x, and store its codes in a.packed, its block scales in a.scales and its tensor scales in a.tensor_scale;
 // or store only its values in a.values if R::kFake. a.tensor_scale may be nullptr unless each block has a tensor scale.
@@ -432,7 +459,9 @@ constexpr int kBlocksPerMultiprocessor = R::kRowStep == RowStep::none || R::kSto
 // otherwise with any number of thread blocks.
 extern "C" __global__ void FP4KIT_CLUSTER __launch_bounds__(kThreads, kBlocksPerMultiprocessor)
     quantize_kernel(QuantizeArguments a) {
-  if constexpr (R::kRowStep == RowStep::several) {
+  if constexpr (R::kRowStep == RowStep::warp) {
+    quantize_rows_of_warps<R, Input, kAligned>(a, whole_grid());
+  } else if constexpr (R::kRowStep == RowStep::several) {
     quantize_several_rows<R, Input, kAligned>(a, whole_grid());
   } else if constexpr (R::kRowStep != RowStep::none) {
     quantize_single_rows<R, Input, kAligned>(a, whole_grid());
