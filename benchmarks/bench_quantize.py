@@ -38,6 +38,8 @@ FROM_BF16 = {
     "fp8-modelopt": None,
 }
 WITH_AMAX_PASS = ("nvfp4-te", "nvfp4-flashinfer", "nvfp4-torchao", "nvfp4-modelopt")
+# MiB of x: the time with a given amax, relative to the time without one, that quantize should reach at least.
+AMAX_BY_SIZE = {8: 0.75, 16: 0.75, 32: 0.75, 64: 0.70, 128: 0.64, 256: 0.60}
 ROW_SCALED = (
     "nvfp4-te-rowscaled",
     "nvfp4-flashinfer-token",
@@ -116,6 +118,30 @@ def with_amax_pass(bench: Bench, recipe: str, x: Any) -> None:
     )
 
 
+def amax_by_size(bench: Bench, recipe: str, mib: int, least: float) -> None:
+    """Time quantize with and without a given amax, of several arrays in turn, so that no x is in a cache.
+
+    Args:
+        mib: the size of an array, in MiB of bfloat16
+        least: the first time divided by the second should be at least this
+    """
+    first = bench.normal(BF16, (mib << 7, 4096))
+    xs = [first, *(first.copy() for _ in range(max(600 // mib, 2)))]
+    qs = [fp4kit.quantize(x, recipe) for x in xs]
+    times = []
+    for name, amaxes in ((", amax given", [q.tensor_amax.copy() for q in qs]), (" with amax", [None] * len(qs))):
+        calls = [
+            partial(fp4kit.quantize, x, recipe, tensor_amax=amax, out=q)
+            for x, q, amax in zip(xs, qs, amaxes, strict=True)
+        ]
+        twice = {} if name == ", amax given" else element_bytes(**{"x for amax": BF16})
+        beside = {"beside": Beside("amax given", times[0], 1 / least)} if times else {}
+        row = bench.row(
+            f"quantize{name}, {mib} MiB in turn", recipe, first, twice | traffic(recipe, first), *calls, **beside
+        )
+        times.append(row.us)
+
+
 def with_row_amaxes(bench: Bench, recipe: str, x: Any) -> None:
     """Time quantize per token, where the kernel finds the amaxes of rows itself, and add its rows to `bench`.
 
@@ -147,6 +173,8 @@ def run(bench: Bench) -> None:
             with_amax_pass(bench, recipe, x)
     for recipe in ROW_SCALED:
         with_row_amaxes(bench, recipe, bench.normal(BF16, (16384, 8192)))
+    for mib, least in AMAX_BY_SIZE.items():
+        amax_by_size(bench, "nvfp4-te", mib, least)
     for recipe in STOCHASTIC:
         _, call = prepared(x, recipe, rounding="stochastic", seed=1)
         bench.row("quantize, stochastic", recipe, x, traffic(recipe, x), call, target=LESS_COMMON)
