@@ -29,6 +29,7 @@ BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 VALUE_RUNS = 2  # runs of 16 bytes that a thread of dequantize or fake_quantize writes
 MORE_VALUE_RUNS = 4  # such runs per thread if each thread block must prepare more, such as a table, before it starts
 WARP = 32  # threads per warp
+MANY_ROWS = 1 << 9
 MAX_TILE_BLOCK_COLUMNS = 32  # the widest block of quantize_tile, in which a thread holds one row of a block
 FAKE_BLOCKS = (16, 32, 64, 128, 256, 512)  # block widths of fake_quantize, in which a warp computes a block's amax
 TABLE_THREADS = 1024  # threads per thread block of quantize_table
@@ -266,7 +267,16 @@ def finds_rows(request: LaunchRequest) -> bool:
     """Return True if each thread block computes the amaxes of the rows that it quantizes."""
     by_row = request.finds_amax and request.recipe.tensor_scaling == "row"
     of_tiles = _takes_tile(request) and request.recipe.block_rows == 1 and not request.values
-    return by_row and (_takes_rows(request) or of_tiles)
+    return by_row and (_takes_rows(request) or of_tiles or _finds_unblocked_rows(request))
+
+
+def _finds_unblocked_rows(request: LaunchRequest) -> bool:
+    """Return True if thread blocks of quantize_unblocked compute the amaxes of their rows: of many rows of one code per
+    byte, which are long enough for a thread block, and short enough for the L2 cache.
+    """
+    rows, columns = request.shape
+    fits = rows >= MANY_ROWS and 2048 <= columns <= 1 << 15 and request.recipe.element.packing.codes == 1
+    return _takes_unblocked(request) and fits and not request.stochastic and request.mask is None
 
 
 def needs_search(request: LaunchRequest) -> bool:
@@ -356,6 +366,8 @@ def row_plan(request: LaunchRequest, device: Device) -> RowPlan | None:
     if not finds_rows(request):
         return None
     rows, columns = request.shape
+    if request.recipe.block is None:
+        return RowPlan("part", THREADS, THREAD_BYTES, grid(rows, device, 8))
     if request.recipe.four_over_six:
         warps = -(-columns // (WARP * request.recipe.block_size))
         threads = min(WARP * -(-warps // ROW_STEPS), THREADS)

@@ -300,8 +300,7 @@ def clip_group(clips: Sequence[Clip]) -> GroupedLaunch:
 #     one launch       4.5         5.6          8.6
 #     three launches   5.9         6.2          6.6
 MAX_KERNEL_AMAX_ELEMENTS = 1 << 19
-MAX_KERNEL_AMAX_COLUMNS = 1 << 14  # 1 << 17 if there are at least MANY_ROWS rows
-MANY_ROWS = 1 << 9
+MAX_KERNEL_AMAX_COLUMNS = 1 << 14  # 1 << 17 if there are at least dispatch.MANY_ROWS rows
 SEED_GROUP = 16  # consecutive elements whose random bytes come from one block of the stream of a seed
 
 
@@ -344,7 +343,7 @@ def with_kernel_amax(call: Call, request: LaunchRequest, x: Any) -> LaunchReques
     r, finding = call.recipe, request._replace(finds_amax=True)
     rows, columns = request.shape
     # The quantize kernel finds amaxes of rows faster than a separate launch only if rows are short.
-    most = MAX_KERNEL_AMAX_COLUMNS * (8 if rows >= MANY_ROWS else 1)
+    most = MAX_KERNEL_AMAX_COLUMNS * (8 if rows >= dispatch.MANY_ROWS else 1)
     has_scales = r.tensor_scaling == "tensor" or (r.tensor_scaling == "row" and columns <= most)
     if not has_scales or call.tensor_amax is not None or call.mask is not None or x.size == 0:
         return request

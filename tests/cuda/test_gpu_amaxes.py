@@ -11,7 +11,8 @@ from on_gpu import ON_GPU, agree, all_or_few, assert_same, cupy, differing
 
 import fp4kit
 from fp4kit.call.inputs import takes_e8m0_amaxes
-from fp4kit.cuda import matrix
+from fp4kit.call.parse import Call
+from fp4kit.cuda import dispatch, matrix
 from fp4kit.ops import engines as call_cache
 from fp4kit.quantized.container import scale_shape, tensor_amax_shape
 from fp4kit.recipes import RECIPES
@@ -153,11 +154,26 @@ def test_kernels_find_the_amaxes_of_rows(name, shape):
 @pytest.mark.parametrize("name", ["nvfp4-te-rowscaled", "nvfp4-flashinfer-token-4over6-mae-448"])
 def test_kernels_find_the_amaxes_of_wide_rows(monkeypatch, name):
     """Thread blocks are larger for rows that do not fit into one step of 256 threads."""
-    monkeypatch.setattr(matrix, "MANY_ROWS", 2)
+    monkeypatch.setattr(dispatch, "MANY_ROWS", 2)
     for columns in (2**14 + 16, 2**16 + 32):
         x = ordinary(6, (3, columns)).astype(BF16)
         x[0, 40_000 % columns], x[1, -1] = np.nan, np.inf
         assert_same(fp4kit.quantize(cupy.asarray(x), name), fp4kit.quantize(x, name))
+
+
+@pytest.mark.parametrize("columns", [2048, 2056, 9000, 2049, 2**15])
+@pytest.mark.parametrize("name", ["fp8-modelopt-channel", "int8-modelopt-channel"])
+def test_kernels_find_the_amaxes_of_rows_without_blocks(monkeypatch, name, columns):
+    monkeypatch.setattr(dispatch, "MANY_ROWS", 3)
+    r = RECIPES[name]
+    x = ordinary(7, (3, columns)).astype(BF16)
+    x[0, 1000], x[1, -1], x[2] = np.nan, np.inf, x[2] / 1024
+    request = matrix.launch_request(Call("quantize", x, r, 1, x, None))._replace(finds_amax=True)
+    assert dispatch.finds_rows(request)
+    for _ in range(2):
+        agree(fp4kit.fake_quantize, x, name)
+        if not r.fake_only:
+            assert_same(fp4kit.quantize(cupy.asarray(x), name), fp4kit.quantize(x, name))
 
 
 @pytest.mark.parametrize("dtype", [BF16, np.float32], ids=str)

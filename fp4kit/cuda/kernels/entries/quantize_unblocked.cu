@@ -7,6 +7,7 @@
 // runs before it uses the first one. Elements after the last whole run of a row are quantized one at a time.
 #include "amax.cuh"
 #include "quantize.cuh"
+#include "row_step.cuh"
 
 // Compile-time constants for a recipe R and an element type In: the number of elements per run, and of runs per thread
 // and step.
@@ -71,13 +72,40 @@ FP4KIT_DEVICE void quantize_unblocked(const QuantizeArguments& a, Grid grid) {
   }
 }
 
+// Quantize the rows of a matrix that `grid` assigns to this thread block, one at a time, by recipes with one tensor
+// scale per row and one code per byte. First find the amax of the row, and store it in the array at a.tensor_amax. Then
+// the row is read again, from a cache.
+template <class R, class In, bool kAligned>
+FP4KIT_DEVICE void quantize_unblocked_rows(const QuantizeArguments& a, Grid grid) {
+  for (i64 row = grid.block; row < a.rows; row += grid.blocks) {
+    const i64 first = row * a.columns;
+    const typename In::Bits* x = static_cast<const typename In::Bits*>(a.x) + first;
+    const u32 own = largest_bits<Untransformed, In, kRowInput<R>, kAligned>(x, a.columns, threadIdx.x, kThreads);
+    const float amax = float_of(largest_of_block(own));
+    QuantizeArguments one = a;
+    one.x = x, one.rows = 1, one.tensor_amax = a.tensor_amax + row;
+    if (R::kFake) one.values = static_cast<typename In::Bits*>(a.values) + first;
+    if (!R::kFake) one.packed = a.packed + first;
+    if (a.tensor_scale) one.tensor_scale = a.tensor_scale + row;
+    if (threadIdx.x == 0) *const_cast<float*>(one.tensor_amax) = amax;
+    __syncthreads();
+    quantize_unblocked<R, In, kAligned>(one, {0, 1});
+  }
+}
+
 // Quantize a.x, and store its codes in a.packed and its tensor scales in a.tensor_scale (unless that is nullptr); or
 // store only its values in a.values if R::kFake. The kernel is launched for recipes without blocks. A thread processes
 // several runs per step.
 //
+// If R::kRowStep is not `none`, each thread block finds the amaxes of its own rows, one row at a time.
+//
 // If R::kFinders is 0, launch with any number of thread blocks. Otherwise launch with a multiple of R::kFinders thread
 // blocks, which first find the tensor's amax, or the amax of each row, and store it at a.tensor_amax (amax.cuh).
 extern "C" __global__ void FP4KIT_CLUSTER __launch_bounds__(kThreads) quantize_unblocked_kernel(QuantizeArguments a) {
-  find_amax<R, Input, kAligned>(a);
-  quantize_unblocked<R, Input, kAligned>(a, whole_grid());
+  if constexpr (R::kRowStep != RowStep::none) {
+    quantize_unblocked_rows<R, Input, kAligned>(a, whole_grid());
+  } else {
+    find_amax<R, Input, kAligned>(a);
+    quantize_unblocked<R, Input, kAligned>(a, whole_grid());
+  }
 }
