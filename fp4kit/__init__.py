@@ -54,7 +54,6 @@ from fp4kit.units import DotAdd, FloorDotAdd, IntegerAdd, Unit, unit, units
 _MODULES = ("attention", "calibration", "checkpoint", "cuda", "jax", "plot", "qat", "testing", "torch")
 # Names that users may expect in this module: {name: end of the error message, which says where the name is}.
 _ELSEWHERE = {
-    **{name: f"; run import fp4kit.{name} first" for name in _MODULES},
     **dict.fromkeys(
         ("FakeQuantSettings", "FakeQuantized", "fake_quantize_model"),
         "; it is in fp4kit.torch, after import fp4kit.torch",
@@ -144,11 +143,16 @@ else:  # type checkers would accept any attribute of a module with __getattr__
         """Return the public object of this name, such as fp4kit.compare, which is imported only at its first use.
 
         Python calls this for a name that the module does not have yet. An object that is found is kept in the module,
-        so each name comes here only once. Raise AttributeError for a name that _LAZY does not list. For a name that
-        users may expect here, such as fp4kit.torch, the error message says where to find it.
+        so each name comes here only once. Modules such as fp4kit.plot are imported too. Raise AttributeError for other
+        names. For a name that users may expect here, such as fp4kit.linear, the error message says where to find it.
         """
         if name in _LAZY:
             return globals().setdefault(name, getattr(import_module(_LAZY[name]), name))
+        if name in _MODULES:
+            try:
+                return import_module(f"fp4kit.{name}")
+            except ImportError as error:  # of a library, such as torch
+                raise AttributeError(f"fp4kit.{name}: {error}", name=name, obj=sys.modules[__name__]) from error
         way_out = _ELSEWHERE.get(name, "")
         raise AttributeError(
             f"module 'fp4kit' has no attribute {name!r}{way_out}", name=name, obj=sys.modules[__name__]

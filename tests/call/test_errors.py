@@ -366,27 +366,33 @@ def test_arithmetic_of_a_quantized(name):
 
 
 MODULE = {
-    **{
-        name: f"run import fp4kit.{name} first"
-        for name in "attention calibration checkpoint cuda jax plot qat testing torch".split()
-    },
     "FakeQuantSettings": "it is in fp4kit.torch, after import fp4kit.torch",
     "pad": "it is fp4kit.layouts.pad",
 }
 
 
-def test_a_name_that_the_package_does_not_have():
-    """Attributes that the package lacks give helpful errors in a new process.
+def in_a_new_process(*lines):
+    """Run lines that print something after `import fp4kit`, and return what they print. Nothing else is imported."""
+    code = "\n".join(["import sys, fp4kit", *lines])
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.splitlines()
 
-    In this process another test may have imported fp4kit.torch.
-    """
+
+def test_a_name_that_the_package_does_not_have():
     tries = (
         f"try: fp4kit.{name}\nexcept AttributeError as error: print(error, error.name, sep='|')" for name in MODULE
     )
-    code = "\n".join(["import fp4kit", *tries])
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     expected = [f"module 'fp4kit' has no attribute {name!r}; {advice}|{name}" for name, advice in MODULE.items()]
-    assert found.splitlines() == expected
+    assert in_a_new_process(*tries) == expected
+
+
+def test_modules_are_imported_at_their_first_use():
+    names = "attention calibration checkpoint cuda plot qat testing".split()
+    assert in_a_new_process(*(f"print(fp4kit.{name}.__name__)" for name in names)) == [f"fp4kit.{n}" for n in names]
+    absent = "sys.modules['jax'] = None\ntry: fp4kit.jax\nexcept AttributeError as error: print(error)"
+    assert in_a_new_process(absent, "print(hasattr(fp4kit, 'jax'))") == [
+        "fp4kit.jax: import of jax halted; None in sys.modules",
+        "False",
+    ]
 
 
 def test_a_misspelled_name_of_the_package():
