@@ -243,7 +243,10 @@ LAUNCHES = {
     "clip": LaunchRow("grad x amax out | count covered", "Input Gradient kAligned", UNLIMITED),
     "count_changed": LaunchRow("x y changed largest | count"),
     "dequantize": LaunchRow(
-        "packed scales values tensor_scale tensor_amax | rows columns ahead", "Input Output", UNLIMITED, fixed=True
+        "packed scales values tensor_scale tensor_amax | rows columns ahead share",
+        "Input Output",
+        UNLIMITED,
+        fixed=True,
     ),
     "hadamard_columns": LaunchRow("x out signs | outer length inner", "Input kHasSigns kIsInverse", fixed=True),
     "hadamard_rows": LaunchRow("x out signs | count length", "Input kHasSigns kIsInverse", fixed=True),

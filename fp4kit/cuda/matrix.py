@@ -46,6 +46,10 @@ from fp4kit.recipes.rules import DECODE_RULES
 from fp4kit.recipes.schema import decoding, faking, with_row_blocks
 from fp4kit.reference.codec import is_per_expert, part_for_matrix
 
+# Steps that a thread block of dequantize takes, if the grid then still fills the device twice. Before the first step,
+# each thread executes 40 to 110 instructions for tables and sizes; a step takes about as many (sm_90).
+DEQUANTIZE_STEPS = 4
+
 
 class Matrix(NamedTuple):
     """The inputs and outputs of a kernel for one matrix (M, K). Fields have the names of the kernels' arguments.
@@ -141,10 +145,11 @@ def dequantize_launch(
     prepares_tables = (
         layout != "linear" and has_entries and r.tensor_scaling in ("none", "tensor") and dtype.itemsize == 2
     )
-    blocks = dispatch.value_blocks(
-        rows, columns, dtype, dispatch.MORE_VALUE_RUNS if prepares_tables else dispatch.VALUE_RUNS
-    )
-    sizes = rows, columns, resident_blocks(device)
+    runs = dispatch.MORE_VALUE_RUNS if prepares_tables else dispatch.VALUE_RUNS
+    work, resident = dispatch.value_blocks(rows, columns, dtype, runs), resident_blocks(device)
+    steps = DEQUANTIZE_STEPS if work >= 2 * DEQUANTIZE_STEPS * resident and not r.levels else 1
+    share = steps * runs * THREADS
+    sizes, blocks = (rows, columns, resident * share, share), -(-work // steps)
     return prepared("dequantize", blocks, sizes, device, (original, dtype), recipe_struct(decoding(r, dtype), layout))
 
 

@@ -18,6 +18,7 @@ from together import together
 from variants import E2M1_BIAS0, E2M1_BIAS3, E3M4, E4M3_IEEE, square, with_elements
 
 import fp4kit
+from fp4kit.cuda import matrix
 from fp4kit.quantized.container import Quantized, packed_shape, scale_shape, tensor_amax_shape
 from fp4kit.recipes import RECIPES
 from fp4kit.recipes.rules import DECODE_RULES
@@ -245,6 +246,16 @@ def test_values_of_every_code_under_every_scale(name) -> None:
             for dtype in (BF16, F16, F32):
                 with np.errstate(all="ignore"):
                     agree(fp4kit.dequantize, q, dtype)
+
+
+@pytest.mark.parametrize("name", ["nvfp4-te", "mxfp8-te"])
+def test_values_of_matrices_whose_thread_blocks_take_several_steps(name, monkeypatch) -> None:
+    """A matrix decodes to the CPU's bits also if it is so large that a thread block takes DEQUANTIZE_STEPS steps."""
+    monkeypatch.setattr(matrix, "resident_blocks", lambda device: 1)
+    for layout in ("linear", "swizzled_128x4"):
+        q = fp4kit.quantize(ordinary(4, (67, 1056), BF16), name, scale_layout=layout)
+        agree(fp4kit.dequantize, q)
+        assert matrix.dequantize_launch(q.recipe, layout, BF16, BF16, q.shape, 0).grid[0] < 8  # of at least 9 steps
 
 
 OTHERS = [("nvfp4-torchao", E2M1_BIAS0), ("mxfp4-te", E2M1_BIAS3), ("mxfp8-te", E3M4), ("mxfp8-te", E4M3_IEEE)]

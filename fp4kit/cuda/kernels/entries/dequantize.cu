@@ -26,7 +26,8 @@ struct DequantizeArguments {
   const float* tensor_amax;   // one amax per tensor scale, if known (null otherwise); from implied_amax_kernel if per
                               // row or block
   i64 rows, columns;          // of the values; 1 row of all values if scales are linear and none belongs to a row
-  i64 ahead;                  // how many steps ahead codes are prefetched into the L2 cache
+  i64 ahead;                  // how many runs ahead codes are prefetched into the L2 cache
+  i64 share;                  // neighboring runs per thread block: whole steps; more if the grid has too few blocks
 };
 
 // Either<kFirst, First, Second>::Type is First if kFirst, and otherwise Second.
@@ -129,19 +130,19 @@ FP4KIT_DEVICE u64 load_bytes(const u8* in) {
   return load_streaming(reinterpret_cast<const u16*>(in));
 }
 
-// Prefetch the codes that the thread block needs a.ahead steps later into the L2 cache: those of kStep runs. If scales
+// Prefetch the codes of the step that is a.ahead runs later into the L2 cache: those of kStep runs. If scales
 // are in the linear layout and fill whole 16-byte chunks per step, prefetch them too. `start` is the number of the
 // first run of the current step, and the matrix has `runs` runs. If the later step is the last one or is beyond the
 // matrix, do nothing. One thread calls this function for its thread block.
 template <class R, class Out, u32 kStep>
 FP4KIT_DEVICE void fetch_ahead(const DequantizeArguments& a, u32 start, u32 runs) {
   using Traits = DequantizeTraits<R, Out>;
-  const u64 next = start + kStep * static_cast<u64>(a.ahead);
+  const u32 next = start + static_cast<u32>(a.ahead);
   if (next + kStep >= runs) return;
-  prefetch_l2<kStep * Traits::kBytes>(a.packed + next * Traits::kBytes);
+  prefetch_l2<kStep * Traits::kBytes>(a.packed + static_cast<u64>(next) * Traits::kBytes);
   constexpr u32 kScales = kStep * Traits::kRun / R::kBlock;
   if constexpr (R::kHasScales && R::kLayout == ScaleLayout::linear && kScales % 16 == 0)
-    prefetch_l2<kScales>(a.scales + next * Traits::kRun / R::kBlock);
+    prefetch_l2<kScales>(a.scales + next / (R::kBlock / Traits::kRun));
 }
 
 // Return the tensor scale of a tensor that has only one. If the tensor has none, all fields of the result are 1. If the
@@ -224,7 +225,7 @@ FP4KIT_DEVICE void dequantize(const DequantizeArguments& a, Grid grid) {
   using Traits = DequantizeTraits<R, Out>;
   constexpr int kRun = Traits::kRun;
   __shared__ typename Traits::Entry table[Traits::kTable ? 256 : 1];
-  const i64 columns = Traits::kFlat ? a.rows * a.columns : a.columns;
+  const i64 columns = a.columns;
   const u32 row_runs = static_cast<u32>((static_cast<u64>(columns) + kRun - 1) / kRun),
             runs = Traits::kFlat ? row_runs : static_cast<u32>(a.rows) * row_runs;
   const u32 blocks = R::kHasBlocks ? static_cast<u32>(columns / R::kBlock) : 1u;
@@ -247,17 +248,21 @@ FP4KIT_DEVICE void dequantize(const DequantizeArguments& a, Grid grid) {
       return entry_of<R, Out>(R::DecodeRule::template scale<R>(code, t));
   };
   const u32 first_of_thread = threadIdx.x / 32 * (32 * Traits::kUnroll) + threadIdx.x % 32;
-  u32 start = grid.block * kStep;
+  u32 share = static_cast<u32>(a.share);
+  const u32 grid_blocks = static_cast<u32>(grid.blocks);
+  if (mul_wide(share, grid_blocks) < runs) share = (runs / (grid_blocks * kStep) + 1u) * kStep;
+  u32 start = static_cast<u32>(grid.block) * share;
+  const u32 end = minimum(start + share, runs);
   if constexpr (Traits::kFlat && (R::kHasBlocks || !R::kHasScales)) {
     if (even && (!R::DecodeRule::kNeedsAmax || Traits::kTable || whole_scale.amax >= 0.0f)) {
-      const u32 whole_runs = static_cast<u32>(static_cast<u64>(columns) / kRun);
-      for (; start + kStep <= whole_runs; start += grid.blocks * kStep) {
+      const u32 whole_end = minimum(end, static_cast<u32>(static_cast<u64>(columns) / kRun));
+      for (; start + kStep <= whole_end; start += kStep) {
         if (fetches) fetch_ahead<R, Out, kStep>(a, start, runs);
         decode_whole_runs<R, Out>(a, start + first_of_thread, [&](u32 code) { return entry(code, whole_scale); });
       }
     }
   }
-  for (; start < runs; start += grid.blocks * kStep) {
+  for (; start < end; start += kStep) {
     if (fetches) fetch_ahead<R, Out, kStep>(a, start, runs);
     const u32 first_run = start + first_of_thread;
     u64 codes[Traits::kUnroll];
@@ -345,7 +350,7 @@ FP4KIT_DEVICE void dequantize_hif4(const DequantizeArguments& a, Grid grid) {
   constexpr u32 kLanes = kHif4Block / kRun, kStep = kThreads * kUnroll;
   const u32 runs = static_cast<u32>(a.rows * a.columns / kRun);
   for (u32 start = static_cast<u32>(grid.block) * kStep; start < runs; start += static_cast<u32>(grid.blocks) * kStep) {
-    const u64 next = start + kStep * static_cast<u64>(a.ahead);
+    const u64 next = start + static_cast<u64>(a.ahead);
     if (kAligned && threadIdx.x == 0 && next + kStep < runs) {
       prefetch_l2<kStep * kBytes>(a.packed + next * kBytes);
       prefetch_l2<kStep / kLanes * kHif4ScaleBytes>(a.scales + next / kLanes * kHif4ScaleBytes);

@@ -218,10 +218,11 @@ FP4KIT_DEVICE void decode_values(u64 codes, float (&values)[kCount]) {
     for (int i = 0; i < kCount; ++i) values[i] = float_of(i % 2 ? pairs[i / 2] & 0xFFFF0000u : pairs[i / 2] << 16);
   } else if constexpr ((F::kIsE4m3 || F::kIsE5m2) && FP4KIT_HAS_CVT_FP8) {
 #pragma unroll
-    for (int i = 0; i < kCount; i += 2) {
-      const u32 halves = decode_fp8x2<F::kMantissaBits>(static_cast<u16>(codes >> (8 * i)));
-      values[i] = widen_f16(static_cast<u16>(halves));
-      values[i + 1] = widen_f16(static_cast<u16>(halves >> 16));
+    for (int i = 0; i < kCount; i += 4) {
+      u32 pairs[2];
+      decode_fp8x4<F::kMantissaBits>(static_cast<u32>(codes >> (8 * i)), pairs);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) values[i + j] = widen_f16(static_cast<u16>(pairs[j / 2] >> (16 * (j % 2))));
     }
   } else {
 #pragma unroll

@@ -121,22 +121,25 @@ FP4KIT_DEVICE u16 cvt_rn_satfinite_e5m2x2(float high, float low) {
   asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(y) : "f"(high), "f"(low));
   return y;
 }
-// Return a pair with the float16 bits of two FP8 codes, the low byte of `codes` in the low half. The codes are E5M2 if
-// kMantissaBits is 2, and E4M3 if it is 3. The conversion is exact, and NaN gives NaN. There is no software twin: if
-// FP4KIT_HAS_CVT_FP8 is 0, the function returns 0, so callers must test that constant first.
+// Store in `pairs` the float16 bits of four FP8 codes, the lowest byte of `codes` in the low half of pairs[0]. The codes
+// are E5M2 if kMantissaBits is 2, and E4M3 if it is 3. The conversion is exact, and NaN gives NaN. There is no software
+// twin: if FP4KIT_HAS_CVT_FP8 is 0, the function stores nothing, so callers must test that constant first.
 template <int kMantissaBits>
-FP4KIT_DEVICE u32 decode_fp8x2(u16 codes) {
-  u32 halves;
-  if constexpr (kMantissaBits == 3) asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(codes));
-  if constexpr (kMantissaBits == 2) asm("cvt.rn.f16x2.e5m2x2 %0, %1;" : "=r"(halves) : "h"(codes));
-  return halves;
+FP4KIT_DEVICE void decode_fp8x4(u32 codes, u32 (&pairs)[2]) {
+  u16 low, high;  // an instruction reads the high half of a register without a shift
+  asm("mov.b32 {%0, %1}, %2;" : "=h"(low), "=h"(high) : "r"(codes));
+  if constexpr (kMantissaBits == 3) {
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pairs[0]) : "h"(low));
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pairs[1]) : "h"(high));
+  } else {
+    asm("cvt.rn.f16x2.e5m2x2 %0, %1;" : "=r"(pairs[0]) : "h"(low));
+    asm("cvt.rn.f16x2.e5m2x2 %0, %1;" : "=r"(pairs[1]) : "h"(high));
+  }
 }
 #else
 #define FP4KIT_HAS_CVT_FP8 0
 template <int kMantissaBits>
-FP4KIT_DEVICE u32 decode_fp8x2(u16 codes) {
-  return 0u;
-}
+FP4KIT_DEVICE void decode_fp8x4(u32 codes, u32 (&pairs)[2]) {}
 #endif
 
 // Return the E2M1 codes of the eight floats at v, the first code in the lowest bits. Floats are rounded to nearest
