@@ -17,7 +17,7 @@ import numpy as np
 
 from fp4kit.call.parse import Declined
 from fp4kit.cuda.compiler import THREAD_BYTES, has_table
-from fp4kit.cuda.launch import CACHE_SIZE, THREADS, UNLIMITED, Device, grid, struct_of
+from fp4kit.cuda.launch import CACHE_SIZE, THREADS, UNLIMITED, Device, grid, steps_per_block, struct_of
 from fp4kit.formats import E2M1, E8M0, Codebook, IntegerOrFloat, is_same
 from fp4kit.layouts import padded_shape
 from fp4kit.recipes import Recipe
@@ -28,6 +28,7 @@ from fp4kit.reference.stochastic import HADAMARD_BLOCK
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 VALUE_RUNS = 2  # runs of 16 bytes that a thread of dequantize or fake_quantize writes
 MORE_VALUE_RUNS = 4  # such runs per thread if each thread block must prepare more, such as a table, before it starts
+PREPARED_STEPS = 4  # the most steps per thread block of quantize in large matrices, if it must prepare a table or sizes
 WARP = 32  # threads per warp
 MANY_ROWS = 1 << 9
 MAX_TILE_BLOCK_COLUMNS = 32  # the widest block of quantize_tile, in which a thread holds one row of a block
@@ -410,7 +411,9 @@ def _row_grid(request: LaunchRequest, device: Device) -> int:
         rows, _ = padded_shape((rows, columns), request.layout)  # threads also write the padding of the scales
     work = -(-rows * (-(-columns // 16) * 16) * request.dtype.itemsize // (THREAD_BYTES * THREADS))
     prepares = has_table(r) or request.layout != "linear" or (r.block is not None and r.tensor_scaling == "row")
-    return grid(work, device, 96 if prepares else UNLIMITED)
+    if not prepares:
+        return grid(work, device, UNLIMITED)
+    return grid(-(-work // steps_per_block(work, device, PREPARED_STEPS)), device, 96)
 
 
 def _threads_grid(request: LaunchRequest, device: Device, unit: int) -> int:

@@ -38,6 +38,7 @@ from fp4kit.cuda.launch import (
     prepare_rows,
     prepared,
     resident_blocks,
+    steps_per_block,
 )
 from fp4kit.formats import E2M1, E4M3, is_same
 from fp4kit.layouts import padded_shape
@@ -46,8 +47,8 @@ from fp4kit.recipes.rules import DECODE_RULES
 from fp4kit.recipes.schema import decoding, faking, with_row_blocks
 from fp4kit.reference.codec import is_per_expert, part_for_matrix
 
-# Steps that a thread block of dequantize takes, if the grid then still fills the device twice. Before the first step,
-# each thread executes 40 to 110 instructions for tables and sizes; a step takes about as many (sm_90).
+# The most steps per thread block of dequantize. Before the first step, each thread executes 40 to 110 instructions for
+# tables and sizes; a step takes about as many (sm_90).
 DEQUANTIZE_STEPS = 4
 
 
@@ -146,10 +147,10 @@ def dequantize_launch(
         layout != "linear" and has_entries and r.tensor_scaling in ("none", "tensor") and dtype.itemsize == 2
     )
     runs = dispatch.MORE_VALUE_RUNS if prepares_tables else dispatch.VALUE_RUNS
-    work, resident = dispatch.value_blocks(rows, columns, dtype, runs), resident_blocks(device)
-    steps = DEQUANTIZE_STEPS if work >= 2 * DEQUANTIZE_STEPS * resident and not r.levels else 1
+    work = dispatch.value_blocks(rows, columns, dtype, runs)
+    steps = 1 if r.levels else steps_per_block(work, device, DEQUANTIZE_STEPS)
     share = steps * runs * THREADS
-    sizes, blocks = (rows, columns, resident * share, share), -(-work // steps)
+    sizes, blocks = (rows, columns, resident_blocks(device) * share, share), -(-work // steps)
     return prepared("dequantize", blocks, sizes, device, (original, dtype), recipe_struct(decoding(r, dtype), layout))
 
 

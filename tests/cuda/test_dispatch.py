@@ -97,8 +97,13 @@ CHOSEN = [
     (work("mxfp4-ocp"), "quantize", 4096 * 8192 * 2 // (64 * 256)),
     (work(TE), "quantize", None),
     (work(TE, layout="swizzled_128x4"), "quantize", 4096 * 8192 * 2 // (64 * 256)),
-    (work(TE, (8192, 32768), layout="swizzled_128x4"), "quantize", PIECES),
-    (work("nvfp4-te-rowscaled", (8192, 32768)), "quantize", PIECES),
+    (
+        work(TE, (8192, 8192), layout="swizzled_128x4"),
+        "quantize",
+        2731,
+    ),  # three steps of 8192 elements per thread block
+    (work(TE, (8192, 32768), layout="swizzled_128x4"), "quantize", 8192),  # four steps
+    (work("nvfp4-te-rowscaled", (32768, 32768)), "quantize", PIECES),
     # If thread blocks find the amaxes of their rows, they take whole rows, without padding.
     (work("nvfp4-te-rowscaled", (64, 4096), finds_amax=True, layout="swizzled_128x4"), "quantize", 64),
     (work("nvfp4-te-rowscaled", (16384, 4096), finds_amax=True), "quantize", PIECES),

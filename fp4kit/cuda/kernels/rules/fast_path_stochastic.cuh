@@ -5,19 +5,24 @@
 
 #include "fast_path.cuh"
 
-// Return the code that encode_stochastic gives for a magnitude a, without sign. `byte` is 2^23 + the random byte. a
-// must not exceed the largest value of the format. For E2M1, a may be anything below 7, and the code may then be 8,
-// which the caller must replace by 7.
+// Return a word whose top byte is the code, without sign, that encode_stochastic gives for the magnitude 2^kShift * a.
+// `byte` is the random byte at bits 16 to 23. 2^kShift * a must not exceed the largest value of the format. For E2M1,
+// it may be up to 8, and the code may then be 8, which the caller must replace by 7. kFewBits: a has at most 16 bits.
 //
 // Multiplying by 2^(-126 - emin) moves the smallest normal exponent of the format, and its subnormals, to those of
-// float32. The bits from bit 23 - M upward are then the code, rounded toward zero. M is the number of mantissa bits.
-template <class F>
-FP4KIT_DEVICE u32 encode_magnitude_stochastic(float a, float byte) {
-  constexpr float kStep = 1.0f / (256 << F::kMantissaBits);
-  const float e = float_of(bits_of(fmaxf(a, float_of(static_cast<u32>(F::kEmin + 127) << 23))) & kInfinityBits);
-  const float t =
-      fma_rn(fma_rn(byte, kStep, -8388608.0f * kStep), e, a);  // the byte's part and its product with e are exact
-  return bits_of(mul_rz(t, float_of(static_cast<u32>(1 - F::kEmin) << 23))) >> (23 - F::kMantissaBits);
+// float32. The bits from bit 23 - M upward are then the code, and the next eight bits are compared with the byte: their
+// sum carries into the code. M is the number of mantissa bits. encode_stochastic rounds its sum to float32. That
+// matters only below half of the smallest value, where a has finer bits than the sum: `half` is half an ulp of the sum.
+template <class F, int kShift, bool kFewBits>
+FP4KIT_DEVICE u32 encode_magnitude_stochastic(float a, u32 byte) {
+  const float half = float_of(static_cast<u32>(127 - 25 + F::kEmin - F::kMantissaBits - kShift) << 23);
+  const float scaled = mul_rz(kFewBits ? a : add_rz(a, half), float_of(static_cast<u32>(1 - F::kEmin + kShift) << 23));
+  return (bits_of(scaled) << (1 + F::kMantissaBits)) + byte;
+}
+
+// Return a word of the top bytes of four words, the first one in the lowest bits.
+FP4KIT_DEVICE u32 top_bytes(u32 a, u32 b, u32 c, u32 d) {
+  return prmt(prmt(a, b, 0x0073u), prmt(c, d, 0x0073u), 0x5410u);
 }
 
 // Encode a run of finite elements in a block with the factor f by stochastic rounding, and store the codes in `words`,
@@ -28,37 +33,37 @@ template <class R, class In, int kRun>
 FP4KIT_DEVICE void encode_finite_stochastic(const Run<In, kRun>& run, Factor f, const u32 (&random)[kRun / 4],
                                             u32 (&words)[kRun * R::Element::kStoredBits / 32]) {
   using F = typename R::Element;
-  if constexpr (FastPath<R, In>::kProductsFit) {
-#pragma unroll
-    for (int w = 0; w < kRun / 8; ++w) {
-      float x[8];
-#pragma unroll
-      for (int i = 0; i < 8; ++i) x[i] = mul_sat(fabsf(element(run, 8 * w + i)), f.value * 0.125f);
-      words[w] = encode_stochastic_e2m1x8(x, random + 2 * w, nibble_signs_of_pairs(run.w + 4 * w));
-    }
-    return;
-  }
-  constexpr bool kClamp = FastPath<R, In>::kClamp || !FastPath<R, In>::kE2m1;
-  constexpr int kPerWord = 32 / F::kStoredBits;
+  using Path = FastPath<R, In>;
+  constexpr bool kSaturates = Path::kProductsFit, kClamp = Path::kClamp || !Path::kE2m1;
+  constexpr int kPerWord = 32 / F::kStoredBits, kShift = kSaturates ? 3 : 0;
 #pragma unroll
   for (int w = 0; w < kRun / kPerWord; ++w) {
-    u32 word = 0u, signs = 0u;
+    u32 codes[kPerWord];
     float y[8];
 #pragma unroll
-    for (int i = kPerWord - 1; i >= 0; --i) {
+    for (int i = 0; i < kPerWord; ++i) {
       const int index = w * kPerWord + i;
-      y[i] = scaled_finite<R, In>(element(run, index), f);
-      const float a = kClamp ? fminf(fabsf(y[i]), max_of<F>()) : magnitude_of(y[i]);
-      const float byte =
-          float_of(prmt(random[index / 4], 0x4B000000u, 0x7440u + index % 4));  // 2^23 + the byte, by its bits
-      word = mad(word, 1u << F::kStoredBits, encode_magnitude_stochastic<F>(a, byte));
-      if constexpr (!FastPath<R, In>::kE2m1)
-        signs = mad(signs, 1u << F::kStoredBits, bits_of(y[i]) >> (32 - F::kBits) & F::kSignBit);
+      float a;
+      if constexpr (kSaturates) {
+        a = mul_sat(fabsf(element(run, index)), f.value * 0.125f);
+      } else {
+        y[i] = scaled_finite<R, In>(element(run, index), f);
+        a = kClamp ? fminf(fabsf(y[i]), max_of<F>()) : fabsf(y[i]);
+      }
+      codes[i] = encode_magnitude_stochastic<F, kShift, Path::kExactProducts>(
+          a, prmt(random[index / 4], 0u, 0x4044u + (index % 4 << 8)));
+      if constexpr (!Path::kE2m1) codes[i] = or_masked(codes[i], bits_of(y[i]) >> (8 - F::kBits), F::kSignBit << 24);
     }
-    if constexpr (FastPath<R, In>::kE2m1) {
-      if constexpr (!kClamp) word -= (word & 0x88888888u) >> 3;  // code 8 is above the largest code
-      word = word | (FastPath<R, In>::kIs16Bit ? nibble_signs_of_pairs(run.w + 4 * w) : nibble_signs(y));
+    if constexpr (F::kStoredBits == 8) {
+      words[w] = top_bytes(codes[0], codes[1], codes[2], codes[3]);
+    } else {
+      u32 word = mad(top_bytes(codes[1], codes[3], codes[5], codes[7]), 16u,
+                     top_bytes(codes[0], codes[2], codes[4], codes[6]));
+      if constexpr (Path::kE2m1) {
+        if constexpr (kSaturates || !kClamp) word -= word >> 3 & 0x11111111u;  // code 8 is above the largest code
+        word = word | (Path::kIs16Bit ? nibble_signs_of_pairs(run.w + 4 * w) : nibble_signs(y));
+      }
+      words[w] = word;
     }
-    words[w] = word | signs;
   }
 }

@@ -60,32 +60,6 @@ FP4KIT_DEVICE u32 encode_e2m1x8(const float* a, Signs signs) {
   return prmt(low, high, 0x5410u) | signs;  // drop the upper halves, which hold the rest of 2^23
 }
 
-// Let a = 8 x in [0, 8], and let c be its fractional code: the E2M1 code, interpolated linearly between neighboring
-// values. Return the float bits of 2^23 + floor(256 c). Their low bits hold floor(256 c).
-FP4KIT_DEVICE u32 code_256ths_e2m1(float x) {
-  const u32 low = minimum(bits_of(fma_rz(x, 4096.0f, 8388608.0f)), bits_of(fma_rz(x, 2048.0f, 8388608.0f + 512.0f)));
-  return minimum(low, bits_of(fma_rz(x, 1024.0f, 8388608.0f + 1024.0f)));
-}
-
-// Return a word with the E2M1 codes of the eight magnitudes 8 x[i], the first code in the lowest bits. x[i] must be in
-// [0, 1]. The codes get the given signs. Each magnitude is rounded up or down by its random byte: byte i % 4, from the
-// low end, of random[i / 4].
-//
-// The code is the fractional code (see code_256ths_e2m1) plus byte / 256, rounded toward zero. Dropping less than 1/256
-// before the addition changes nothing. If a = 8 x has at most 11 bits, the code equals that of encode_stochastic:
-// either a + byte / 256 * step is exact there, or it is below 2^-9 + 255 / 512 and the code is 0.
-FP4KIT_DEVICE u32 encode_stochastic_e2m1x8(const float* x, const u32* random, NibbleSigns signs) {
-  u32 sums[4];  // elements 0 2, 1 3, 4 6 and 5 7; their codes are at bits 8 to 11 and 24 to 27
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const int first = i / 2 * 4 + i % 2;
-    const u32 bytes = random[i / 2] >> (8 * (i % 2)) & 0x00FF00FFu;
-    sums[i] = mad(code_256ths_e2m1(x[first + 2]), 65536u, code_256ths_e2m1(x[first])) + bytes - 0x4B000000u;
-  }
-  const u32 word = mad(prmt(sums[1], sums[3], 0x7531u), 16u, prmt(sums[0], sums[2], 0x7531u));
-  return (word - (word >> 3 & 0x11111111u)) | signs;  // code 8 is above the largest code
-}
-
 // For each half x of a bfloat16 pair, return the E2M1 code of y = |x| * factor, rounded to nearest even and saturated.
 // y must be exact and below kPairsEnd. `factors` holds 2^-9 times the factor of each half, as bfloat16.
 //

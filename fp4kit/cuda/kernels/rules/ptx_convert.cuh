@@ -121,9 +121,9 @@ FP4KIT_DEVICE u16 cvt_rn_satfinite_e5m2x2(float high, float low) {
   asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(y) : "f"(high), "f"(low));
   return y;
 }
-// Store in `pairs` the float16 bits of four FP8 codes, the lowest byte of `codes` in the low half of pairs[0]. The codes
-// are E5M2 if kMantissaBits is 2, and E4M3 if it is 3. The conversion is exact, and NaN gives NaN. There is no software
-// twin: if FP4KIT_HAS_CVT_FP8 is 0, the function stores nothing, so callers must test that constant first.
+// Store in `pairs` the float16 bits of four FP8 codes, the lowest byte of `codes` in the low half of pairs[0]. The
+// codes are E5M2 if kMantissaBits is 2, and E4M3 if it is 3. The conversion is exact, and NaN gives NaN. There is no
+// software twin: if FP4KIT_HAS_CVT_FP8 is 0, the function stores nothing, so callers must test that constant first.
 template <int kMantissaBits>
 FP4KIT_DEVICE void decode_fp8x4(u32 codes, u32 (&pairs)[2]) {
   u16 low, high;  // an instruction reads the high half of a register without a shift
