@@ -248,6 +248,26 @@ def test_values_of_every_code_under_every_scale(name) -> None:
                     agree(fp4kit.dequantize, q, dtype)
 
 
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+@pytest.mark.parametrize("name", ["nvfp4-te", "mxfp4-ocp", "mxfp8-te"])
+def test_stochastic_rounding_of_sums_near_values(name, dtype) -> None:
+    """A magnitude plus the random part of a step, rounded to float32, may be the next value."""
+    r = RECIPES[name]
+    rounded = np.tile(np.arange(256, dtype=np.uint8), (96, 1))
+    values = (1 - rounded / 256) * r.element.min_subnormal * 2.0 ** np.arange(3).repeat(32)[:, None]
+    x = np.asarray(values, F32).view(np.int32) + np.arange(-16, 16, dtype=np.int32).repeat(3)[:, None]
+    x = np.maximum(x, 0).view(F32).astype(dtype)
+    x[:, :: r.block_size] = r.element.max
+    agree(
+        fp4kit.quantize,
+        x,
+        name,
+        rounding="stochastic",
+        seed=rounded,
+        **({"tensor_amax": 2688.0} if "nv" in name else {}),
+    )
+
+
 @pytest.mark.parametrize("name", ["nvfp4-te", "mxfp8-te"])
 def test_values_of_matrices_whose_thread_blocks_take_several_steps(name, monkeypatch) -> None:
     """A matrix decodes to the CPU's bits also if it is so large that a thread block takes DEQUANTIZE_STEPS steps."""

@@ -88,8 +88,8 @@ FP4KIT_DEVICE float divide_full(float a, float b) {
   return a * scaling * rcp_approx_ftz(b * scaling);
 }
 
-// Return a + b rounded toward zero, for a >= 0 and b > 0. The twin needs a sum that is exact in float64; all callers
-// pass such a and b.
+// Return a + b rounded toward zero, for a >= 0 and b > 0. The twin rounds the sum to float64 first; for all callers, that
+// changes nothing.
 FP4KIT_DEVICE float add_rz(float a, float b) {
 #ifdef __CUDA_ARCH__
   return __fadd_rz(a, b);
