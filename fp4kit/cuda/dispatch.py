@@ -276,7 +276,7 @@ def _finds_unblocked_rows(request: LaunchRequest) -> bool:
     byte, which are long enough for a thread block, and short enough for the L2 cache.
     """
     rows, columns = request.shape
-    fits = rows >= MANY_ROWS and 2048 <= columns <= 1 << 15 and request.recipe.element.packing.codes == 1
+    fits = rows >= MANY_ROWS and 4096 <= columns <= 1 << 15 and request.recipe.element.packing.codes == 1
     return _takes_unblocked(request) and fits and not request.stochastic and request.mask is None
 
 

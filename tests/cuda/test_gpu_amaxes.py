@@ -161,7 +161,7 @@ def test_kernels_find_the_amaxes_of_wide_rows(monkeypatch, name):
         assert_same(fp4kit.quantize(cupy.asarray(x), name), fp4kit.quantize(x, name))
 
 
-@pytest.mark.parametrize("columns", [2048, 2056, 9000, 2049, 2**15])
+@pytest.mark.parametrize("columns", [4096, 4104, 9000, 4097, 2**15])
 @pytest.mark.parametrize("name", ["fp8-modelopt-channel", "int8-modelopt-channel"])
 def test_kernels_find_the_amaxes_of_rows_without_blocks(monkeypatch, name, columns):
     monkeypatch.setattr(dispatch, "MANY_ROWS", 3)
