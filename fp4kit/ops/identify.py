@@ -21,9 +21,9 @@ from fp4kit.call.parse import check_float
 from fp4kit.display import Panel, Shown
 from fp4kit.formats import Codebook
 from fp4kit.host.engine import compute_tensor_amax
-from fp4kit.layouts import unpacked
+from fp4kit.layouts import packed, unpacked
 from fp4kit.ops.compare import Box, on_host
-from fp4kit.ops.quantize import quantize
+from fp4kit.ops.quantize import dequantize, quantize
 from fp4kit.ops.transforms import unswizzle
 from fp4kit.quantized.container import NEVER_NAN, Quantized, check_quantized
 from fp4kit.quantized.slicing import box_of
@@ -192,6 +192,7 @@ NEXT_TO_TIES = 1 / 1024
 # Rounding counts as stochastic only if at least this share of the elements that lie between two values of the format
 # have a code other than that of the nearest value.
 ELSEWHERE = 1 / 8
+UNDERFLOW = 16  # blocks whose amax is larger than this times the largest value of a smallest scale have no zero scale
 
 
 class Variation(NamedTuple):
@@ -221,7 +222,8 @@ class Identification(Shown):
         variations: empty if a recipe reproduces all bytes. Otherwise, the recipes that reproduce all bytes together
             with a Hadamard transform, and the recipes that may have made every code by stochastic rounding, with or
             without a Hadamard transform.
-        fault: "" if a recipe reproduces all bytes. Otherwise, a text if codes or scales are zero though x is not.
+        fault: "" if a recipe reproduces all bytes. Otherwise, a text if codes or scales are zero though x is not. In
+            blocks that are so small that the scales of some recipes underflow, zero scales are no fault.
 
     Examples:
         >>> import fp4kit, numpy as np
@@ -399,7 +401,7 @@ def identify(q: Quantized, x: Any) -> Identification:
 
 
 def _fault(q: Quantized, x: np.ndarray) -> str:
-    """Return a text if all codes are zero, or scales over other codes, though x is not zero; "" otherwise."""
+    """Return a text if all codes are zero but x is not, or if scales are zero but x needs larger ones; "" otherwise."""
     mask = np.uint8(0x77 if q.recipe.element.packing.codes == 2 else ~q.recipe.element.sign_bit & 0xFF)
     codes = np.asarray(q.packed).view(np.uint8) & mask
     if not x.any():
@@ -412,8 +414,15 @@ def _fault(q: Quantized, x: np.ndarray) -> str:
     scales = np.asarray(q.block_scale).view(np.uint8) & np.uint8(~scale.sign_bit & 0xFF)
     if codes.size % scales.size or codes.shape[:-1] != scales.shape[:-1]:
         return ""
-    used = codes.reshape(*scales.shape, -1).any(-1)
-    lost = int(np.count_nonzero((scales == 0) & used))
+    element = q.recipe.element
+    highest = packed(np.full(q.moved_shape, element.max_code, np.uint8), element.packing)
+    smallest = replace(q, packed=highest, block_scale=np.ones_like(scales).view(q.block_scale.dtype))
+    # The scales of some recipes underflow to zero. A Hadamard transform makes an amax 4 times smaller at most, and no
+    # rule makes a scale 4 times smaller than amax / element.max.
+    with np.errstate(all="ignore"):
+        needed = np.moveaxis(np.abs(x) / UNDERFLOW > dequantize(smallest), q.axis, -1)
+    needed = needed.reshape(*scales.shape, -1).any(-1) & codes.reshape(*scales.shape, -1).any(-1)
+    lost = int(np.count_nonzero((scales == 0) & needed))
     return f"scales are zero in {lost:,} of {scales.size:,} blocks, although their codes are not" if lost else ""
 
 

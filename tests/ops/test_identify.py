@@ -91,6 +91,34 @@ def test_stochastic_needs_every_scale(name) -> None:
     assert not fp4kit.identify(replace(q, block_scale=scales), x).variations
 
 
+def test_scales_that_underflow_are_no_fault() -> None:
+    """A zero scale over other codes is a fault only if the block is too large for it."""
+    rows = np.random.default_rng(0).standard_normal((24, 128)) * np.exp2(np.arange(24)[:, None] - 18)
+    x, underflow = rows.astype(ml_dtypes.bfloat16), 0
+    for r in (RECIPES[name] for name in NAMES):
+        if r.scale is None or not r.scale.has_zero or r.block_rows > 1:
+            continue
+        for hadamard in (False, True):
+            q = fp4kit.quantize(x, r, hadamard=hadamard)
+            codes, scales = unpacked(q.packed, r.element.packing), q.block_scale.copy()
+            zero = (scales.view(np.uint8) == 0).repeat(r.block_size, -1)
+            underflow += (codes[zero] & (r.element.sign_bit - 1)).any()
+            assert not identify_module._fault(q, x), r.id
+        scales[-1, -1] = 0
+        lost = f"scales are zero in 1 of {scales.size} blocks, although their codes are not"
+        q = replace(q, block_scale=scales)
+        assert identify_module._fault(q, x) == lost, r.id
+        codes[-1, -r.block_size :] = 0
+        assert not identify_module._fault(replace(q, packed=packed(codes, r.element.packing)), x), r.id
+    assert underflow > 50
+    q = fp4kit.quantize(x, "nvfp4-jax-global-jit", rounding="stochastic", seed=9)
+    assert Variation(q.recipe.id, False, True) in fp4kit.identify(q, x).variations
+    codes = unpacked(q.packed, q.recipe.element.packing).copy()
+    codes[-1, np.argmax(q.recipe.element.decode(codes[-1]))] = 0
+    found = fp4kit.identify(replace(q, packed=packed(codes, q.recipe.element.packing)), x)
+    assert found.verdict.startswith("no recipe reproduces all bytes; nearest is ")
+
+
 def test_a_changed_code_is_not_stochastic() -> None:
     """One changed code is not taken for stochastic rounding, even if it is the other neighbor of its element.
 
