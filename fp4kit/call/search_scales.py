@@ -152,10 +152,15 @@ def check_e4m3_search(op: str, r: Recipe) -> None:
     """Raise ValueError unless search_scales can search the E4M3 block scales of a recipe."""
     check_has_codes(op, r)
     unfit = unfit_for_search(r)
-    if unfit is not None:
-        why = ", so quantize computes its block amaxes" if unfit == "static" else ""
+    if unfit == "static":
+        same = ", which stores codes and scales in the same format" if r.block_rows == 1 else ""
         raise ValueError(
-            f"{op}: {r.id} cannot be searched, because its {unfit} is {getattr(r, unfit)!r}{why}; needs a static recipe"
+            f"{op}: {r.id} computes its block scales from x, and takes no searched ones; search and quantize with"
+            f" nvfp4-modelopt-static{same}"
+        )
+    if unfit is not None:
+        raise ValueError(
+            f"{op}: {r.id} cannot be searched, because its {unfit} is {getattr(r, unfit)!r}; needs a static recipe"
             " such as nvfp4-modelopt-static (nearest E2M1 elements, E4M3 scales of amax / 6 for blocks of 16, one"
             " tensor scale), a recipe with E8M0 scales, or an FP8 or integer recipe without block scales"
         )

@@ -18,6 +18,7 @@ from together import together
 
 import fp4kit
 from fp4kit.call.parse import Declined
+from fp4kit.call.search_scales import unfit_for_search
 from fp4kit.cuda.dispatch import LaunchRequest, find_kernel, kernel_for
 from fp4kit.evidence.testing import assert_same_bits
 from fp4kit.formats import E2M1, E4M3
@@ -173,6 +174,20 @@ def test_quantize_makes_the_scales_that_were_found(recipe) -> None:
     np.testing.assert_array_equal(q.block_scale, code_of(found, float(np.abs(x).max()), top) + 1)
     usual = fp4kit.quantize(x, recipe)
     assert fp4kit.compare(x, fp4kit.dequantize(q)).sqnr > fp4kit.compare(x, fp4kit.dequantize(usual)).sqnr
+
+
+def test_the_error_of_other_nvfp4_recipes_names_one_that_stores_the_same_format() -> None:
+    x = some()
+    q = fp4kit.quantize(x, STATIC, block_amax=fp4kit.search_scales(x, STATIC))
+    recipes = [r for r in RECIPES.values() if not r.fake_only and unfit_for_search(r) == "static"]
+    assert {"nvfp4-te", "nvfp4-te-2d", "nvfp4-flashinfer", "nvfp4-compressed-tensors"} <= {r.id for r in recipes}
+    for r in recipes:
+        same = ", which stores codes and scales in the same format" if r.block_rows == 1 else ""
+        text = f"search_scales: {r.id} computes its block scales from x, and takes no searched ones;"
+        with pytest.raises(ValueError, match=f"^{text} search and quantize with {STATIC}{same}$"):
+            fp4kit.search_scales(x, r)
+        if same:
+            fp4kit.Quantized.from_parts(q.packed, q.block_scale, q.tensor_scale, recipe=r).dequantize()
 
 
 def test_columns_are_rows_of_the_transpose() -> None:
@@ -424,7 +439,11 @@ ERRORS = [
     ({"recipe": FP8, "candidates": (1, 2, 1e-9)}, ValueError, "candidates is (1, 2, 1e-09); needs 'all', which is"),
     ({"recipe": FP8, "candidates": ("1", 2, 1)}, TypeError, "candidates has '1'; needs numbers"),
     ({"recipe": FP8, "hessian": EYES}, ValueError, "a hessian was given, but the search for fp8-modelopt takes"),
-    ({"recipe": "nvfp4-te"}, ValueError, "its static is False, so quantize computes its block amaxes; needs a static"),
+    (
+        {"recipe": "nvfp4-te"},
+        ValueError,
+        "nvfp4-te computes its block scales from x, and takes no searched ones; search",
+    ),
     ({"recipe": replace(fp4kit.recipe("nvfp4-qwix"), static=True)}, ValueError, "its tensor_scaling is 'none'"),
     ({"recipe": variant(tensor_scaling="row")}, ValueError, "its tensor_scaling is 'row'"),
     ({"recipe": BY_4}, ValueError, "its block_rule is 'fouroversix_4'"),

@@ -244,7 +244,7 @@ def test_verify_takes_the_recorded_error_under_column_weights(model, tmp_path: P
 @pytest.mark.parametrize(
     ("recipe", "text"),
     [
-        ("nvfp4-te", "nvfp4-te cannot be searched, because its static is False"),
+        ("nvfp4-te", "nvfp4-te computes its block scales from x"),
         ("mxfp8-te", "mxfp8-te cannot be searched, because its element is E4M3"),
         ("nvfp4-modelopt-mse", "nvfp4-modelopt-mse already searches its scales"),
     ],
@@ -303,7 +303,7 @@ def test_identify_tries_no_other_orders_of_searched_layers(model, tmp_path: Path
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"recipe_id": "nvfp4-te"}, "scale search: nvfp4-te cannot be searched, because its static is False, so"),
+        ({"recipe_id": "nvfp4-te"}, "scale search: nvfp4-te computes its block scales from x, and takes no"),
         ({"recipe_id": "mxfp4-ocp"}, "scale search: mxfp4-ocp cannot be searched, because its scale is E8M0"),
         (
             {"recipe_id": "nvfp4-modelopt-mse"},
