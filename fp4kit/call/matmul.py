@@ -456,7 +456,8 @@ def operand(op: str, name: str, x: Any, u: Unit) -> Operand:
             f"; quantize it, or round it to {'float32' if takes_float32(u) else 'bfloat16'}" if "float" in kind else ""
         )
         raise TypeError(
-            f"{op}: {name} is {got}; {u.id} needs a Quantized, or an array of {', '.join(_ARRAY_ELEMENTS)}{hint}"
+            f"{op}: {name} is {got}; {u.id} needs a Quantized, or an array of"
+            f" {', '.join(known for known in _ARRAY_ELEMENTS if known != kind)}{hint}"
         )
     if kind[:6] in ("float8", "float6", "float4"):  # dtypes that few libraries can export
         library = library_of(x)
@@ -554,18 +555,34 @@ def step_of(op: str, u: Unit, a: Operand, b: Operand) -> DotAdd | FloorDotAdd | 
         if not fits or u.promote not in (None, CHAIN):
             raise ValueError(
                 f"{given}; float32 scales of {CHAIN} need them in both operands, per row in one of them, and a unit"
-                f" with fp8 and promote None or {CHAIN}, such as 'sm90'; or use unit='dequantized'"
+                f" that adds products of E4M3 over all of K or per {CHAIN} elements, such as 'sm90'; or use"
+                " unit='dequantized'"
             )
     if u.order and not {a.element, b.element} & {*INTEGERS}:
         return None
     kind = _kind(u, a, b)
     step: DotAdd | FloorDotAdd | IntegerAdd | None = None if kind is None else getattr(u, kind)
     if step is None:
+        kinds = [taken for kind, taken in _TAKEN.items() if getattr(u, kind) or (kind == "fp8" and u.fp8_as)]
         raise ValueError(
-            f"{given}; {u.id} has no instruction for this pair, only for {', '.join(u.steps()) or 'floats'}; use"
-            " another unit, unit='dequantized', or decode both to bfloat16 with fp4kit.dequantize"
+            f"{given}; {u.id} has no instruction for this pair, only for two operands of one of these kinds:"
+            f" {'; '.join(kinds) or 'floats'}. Use another unit, unit='dequantized', or decode both to bfloat16 with"
+            " fp4kit.dequantize"
         )
     return step
+
+
+_TAKEN = {  # in messages: the operands that the step of a field of Unit multiplies, in any pair
+    "float16": "float16",
+    "bfloat16": "bfloat16",
+    "tf32": "float32, cut to TF32",
+    "fp8": "E4M3, E5M2",
+    "fp8_fnuz": "E4M3FNUZ, E5M2FNUZ",
+    "fp6_fp4": "E4M3, E5M2, E2M3, E3M2, E2M1",
+    "mx": "E4M3, E5M2, E2M3, E3M2, E2M1 with E8M0 scales of 32",
+    "fp4": "E2M1 with E4M3 scales of 16, E8M0 scales of 16, E8M0 scales of 32",
+    "int8": "int8, uint8",
+}
 
 
 def _kind(u: Unit, a: Operand, b: Operand) -> str | None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
 from fractions import Fraction
-from itertools import pairwise
+from itertools import pairwise, product
 from math import inf, isnan, log10
 from typing import Any
 
@@ -20,7 +20,8 @@ from tensors import to_torch
 from together import together
 
 import fp4kit
-from fp4kit.formats import bit_patterns
+from fp4kit.call.matmul import Operand, step_of
+from fp4kit.formats import E4M3, E8M0, bit_patterns
 from fp4kit.ops import matmul as module
 from fp4kit.units import DotAdd, FloorDotAdd, Unit
 
@@ -35,11 +36,15 @@ INT8 = fp4kit.quantize(np.ones((4, 64), np.float32), "int8-modelopt")
 AXIS_0 = fp4kit.quantize(np.ones((32, 2, 2), np.float32), "mxfp4", axis=0)
 BAD = [
     (lambda: fp4kit.matmul(F32, BF16), ValueError, "a is float32 and b bfloat16; sm100 has no"),
-    (lambda: fp4kit.matmul(F32, F32, unit="sm75"), TypeError, "a is float32; sm75 needs a Quantized, or"),
+    (lambda: fp4kit.matmul(F32, F32, unit="sm75"), TypeError, "a is float32; sm75 needs a Quantized, or [^;]*uint8;"),
     (lambda: fp4kit.matmul(F32, F32, unit="dequantized"), TypeError, "a is float32; dequantized needs a Quantized"),
     (lambda: fp4kit.matmul(I8, F32), ValueError, "a is int8 and b float32; sm100 has no"),
     (lambda: fp4kit.matmul(I8, I8, unit="exact"), ValueError, "a is int8 and b int8; exact has no instruction"),
-    (lambda: fp4kit.matmul(I8, I8, unit="sm70"), ValueError, "sm70 has no instruction for this pair, only for float16"),
+    (
+        lambda: fp4kit.matmul(I8, I8, unit="sm70"),
+        ValueError,
+        "only for two operands of one of these kinds: float16. Use",
+    ),
     (lambda: fp4kit.matmul(I8, I8, out_dtype="float32"), TypeError, "out_dtype is float32; needs int32"),
     (lambda: fp4kit.matmul(I8, I8, alpha=2), TypeError, "alpha is 2; needs None for products of integers"),
     (lambda: fp4kit.matmul(I8, I8, c=np.ones((4, 4), np.float32)), TypeError, "c is float32; needs int32, as the sums"),
@@ -62,7 +67,11 @@ BAD = [
     (lambda: fp4kit.matmul(np.stack([BF16] * 2), np.stack([BF16] * 3)), ValueError, r"a is a stack \(2,\)"),
     (lambda: fp4kit.matmul(BF16, NV), ValueError, "a is bfloat16 and b E2M1 with E4M3 scales of 16"),
     (lambda: fp4kit.matmul(NV, MX), ValueError, "b E2M1 with E8M0 scales of 32; sm100 has no"),
-    (lambda: fp4kit.matmul(NV, NV, unit="sm90"), ValueError, "only for float16, bfloat16, tf32, fp8"),
+    (
+        lambda: fp4kit.matmul(NV, NV, unit="sm90"),
+        ValueError,
+        "kinds: float16; bfloat16; float32, cut to TF32; E4M3, E5M2; int8",
+    ),
     (lambda: fp4kit.matmul(FP8, FP8, unit="float32-blocks"), ValueError, "needs E2M1 elements"),
     (lambda: fp4kit.matmul(NV8, NV8, unit="float32-blocks"), ValueError, "a multiple up to 512"),
     (lambda: fp4kit.matmul(AXIS_0, MX, unit="dequantized"), ValueError, "a is quantized along axis 0 of 3; needs one"),
@@ -109,6 +118,38 @@ BAD = [
 def test_errors(call, kind, text) -> None:
     with pytest.raises(kind, match=text):
         call()
+
+
+def test_messages_say_in_words_what_a_unit_takes() -> None:
+    """Each unit multiplies the pairs that its message names, and no other pair; no message names a field of Unit."""
+    plain = "float16 bfloat16 tf32 E4M3 E5M2 E4M3FNUZ E5M2FNUZ E2M3 E3M2 E2M1 int8 uint8".split()
+    blocks = dict.fromkeys(product(("E4M3", "E5M2", "E2M3", "E3M2", "E2M1"), product((E4M3, E8M0), (16, 32))))
+    operands = {f"{element}": Operand(None, element, None, None, 1, None, 0, "x") for element in plain} | {
+        f"{element} with {scale} scales of {n}": Operand(None, element, scale, scale, n, None, 0, "x")
+        for element, (scale, n) in blocks
+    }
+    chains = Operand(None, "E4M3", None, None, 128, None, 0, "x")
+    fields = re.compile(r"\b(tf32|fp8|fp8_fnuz|fp6_fp4|mx|fp4|promote|order|fp8_as)\b")
+    for unit in (unit for unit in fp4kit.units() if not unit.order):
+        taken, texts = set(), set()
+        for one, other in product(operands, repeat=2):
+            try:
+                step_of("matmul", unit, operands[one], operands[other])
+                taken.add((one, other))
+            except ValueError as error:
+                texts.add(str(error).split(f"{unit.id} has no instruction")[1])
+        (text,) = texts
+        named, expected = text.split("of one of these kinds: ")[1].split(". Use another unit")[0], set()
+        for kind in named.replace("float32, cut to TF32", "tf32").split("; "):
+            elements, _, scales = kind.partition(" with ")
+            for scale in scales.split(", "):
+                expected |= {
+                    *product([f"{one} with {scale}" if scale else one for one in elements.split(", ")], repeat=2)
+                }
+        assert taken == expected and not fields.search(text), unit
+        with pytest.raises(ValueError, match="float32 scales of 128 need them in both operands") as caught:
+            step_of("matmul", unit, chains, operands["bfloat16"])
+        assert not fields.search(str(caught.value))
 
 
 def test_units_are_values() -> None:
