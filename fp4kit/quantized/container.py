@@ -212,7 +212,8 @@ def imported_codes(op: str, stored: Stored | None, recipe: Recipe, high_nibble_f
         raise TypeError(f"{op}: packed is None; needs the array of codes")
     fmt = recipe.element
     element_dtype, is_packed = DTYPES.get(fmt), fmt.packing.codes > 1
-    usable = [dtype for dtype in (element_dtype, _PAIRS.get(fmt), *_BYTES) if dtype]
+    # For INT4, int8 could hold one number per byte instead of two.
+    usable = [dtype for dtype in (element_dtype, _PAIRS.get(fmt), "uint8", fmt != INT4 and "int8") if dtype]
     if stored.dtype not in usable:
         needed = " or ".join(usable)
         raise TypeError(f"{op}: packed is {stored.dtype}; {recipe.id} has elements of {fmt}; needs {needed}")
@@ -540,9 +541,10 @@ class Quantized:
         """Make a Quantized from the tensors of a checkpoint. Arrays are copied only if their bytes must change.
 
         Args:
-            packed: the codes, shaped as in a Quantized. Either bytes (uint8, int8 or float4_e2m1fn_x2), or one element
-                per byte in the recipe's element dtype: float8_e4m3fn, float8_e5m2, int8, float6_*, or float4_e2m1fn and
-                int4, which are then packed.
+            packed: the codes, shaped as in a Quantized. Either bytes (uint8, float4_e2m1fn_x2 or, as in the files of
+                DeepSeek-V4, int8), or one element per byte in the recipe's element dtype: float8_e4m3fn, float8_e5m2,
+                int8, float6_*, or float4_e2m1fn and int4, which are then packed. For elements of INT4, int8 is
+                rejected, because it could hold one number per byte.
             block_scale: the scales as uint8 or int8 bit patterns, or as float8_e4m3fn or float8_e8m0fnu, whichever the
                 recipe uses. None if it has no block scales. In a swizzled layout, any shape of the padded size is
                 accepted.

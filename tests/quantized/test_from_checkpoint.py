@@ -9,12 +9,12 @@ from dataclasses import replace
 import ml_dtypes
 import numpy as np
 import pytest
-from inputs import BF16, ML_DTYPES, NAMES, ORDINARY, codes_of, ordinary
+from inputs import BF16, NAMES, ORDINARY, codes_of, ordinary
 from together import together
 
 import fp4kit
 from fp4kit.evidence.testing import assert_same_bits
-from fp4kit.formats import E2M1, E4M3, E8M0, IF4, INT4, INT8, bit_patterns
+from fp4kit.formats import E2M1, E4M3, E8M0, IF4, bit_patterns
 from fp4kit.layouts import SCALE_LAYOUTS
 from fp4kit.quantized.container import Quantized
 from fp4kit.recipes import RECIPES
@@ -59,22 +59,39 @@ def test_parts_of_a_quantized_give_it_back(name, axis):
     assert_same_bits(found.dequantize(), fp4kit.dequantize(q))
 
 
-@pytest.mark.parametrize("name", NAMES)
+CODES = {  # {recipe: dtypes of its codes besides uint8}; block scales have SCALES, uint8 and int8
+    **dict.fromkeys(("nvfp4-te", "mxfp4-ocp"), ("int8", "float4_e2m1fn")),
+    "mxfp6-torchao-floor-e2m3": ("int8", "float6_e2m3fn"),
+    "mxfp6-torchao-floor-e3m2": ("int8", "float6_e3m2fn"),
+    "mxfp8-te": ("int8", "float8_e4m3fn"),
+    "mxfp8-te-e5m2": ("int8", "float8_e5m2"),
+    **dict.fromkeys(("int8-modelopt", "if4-fouroversix"), ("int8",)),
+    **dict.fromkeys(("int4-modelopt-channel", "nvint4-fouroversix"), ("int4",)),  # int8 could be numbers, not bytes
+}
+KINDS = (getattr(ml_dtypes, name) for name in dir(ml_dtypes) if name not in ("finfo", "iinfo"))
+EVERY_DTYPE = {np.dtype(kind) for kind in (*"?bBhHiIqQefdFD", *(kind for kind in KINDS if isinstance(kind, type)))}
+
+
+@together("name", CODES)
 def test_dtypes_of_codes_and_scales(name):
-    """from_parts accepts codes and scales as signed or unsigned bytes, or with a dtype that names the format.
+    """from_parts accepts codes and scales as bytes, or in a dtype that names the format, and names every other dtype.
 
     Unpacked 4-bit codes are packed.
     """
+    assert {RECIPES[name].element for name in CODES} == {RECIPES[name].element for name in NAMES}
     q = fp4kit.quantize(X, name)
-    assert_same(built(q, packed=q.packed.view(np.int8)), q)
-    if q.recipe.element != IF4:  # no dtype names its codes
-        own = {**ML_DTYPES, INT4: ml_dtypes.int4, INT8: np.int8}[q.recipe.element]
-        assert_same(built(q, packed=codes_of(q).view(own)), q)
-    if q.recipe.scale is not None:
-        for dtype in (np.int8, SCALES[q.recipe.scale]):
-            found = built(q, block_scale=q.block_scale.view(dtype))
-            assert_same(found, q)
-            assert np.shares_memory(found.block_scale, q.block_scale)
+    scales = () if q.recipe.scale is None else ("uint8", "int8", np.dtype(SCALES[q.recipe.scale]).name)
+    for part, accepted in (("packed", ("uint8", *CODES[name])), ("block_scale", scales)):
+        for dtype in EVERY_DTYPE if accepted else ():
+            stored = codes_of(q) if part == "packed" and dtype.name in ("float4_e2m1fn", "int4") else getattr(q, part)
+            given = stored.view(dtype) if dtype.itemsize == 1 else stored.astype(dtype)
+            if dtype.name in accepted:
+                found = built(q, **{part: given})
+                assert_same(found, q)
+                assert part == "packed" or np.shares_memory(found.block_scale, q.block_scale)
+            else:
+                with pytest.raises(TypeError, match=f"^from_parts: {part} is {dtype}; .*needs .*uint8"):
+                    built(q, **{part: given})
 
 
 def test_all_bytes_of_codes_and_scales():
