@@ -32,6 +32,7 @@ _WORDS[signal.SIGPIPE] = "standard output was closed"
 # A second signal within this many seconds is ignored, because a terminal and a parent process may each send a signal
 # for a single Ctrl-C.
 _REPEAT_WINDOW = 0.5
+FEW = 5  # the examples that --help shows if --help-all shows all
 
 
 class GuardedCommand:
@@ -228,7 +229,7 @@ class Parser(argparse.ArgumentParser):
     examples: {command line: what it does}, which the help shows after the usage.
     hints: {option, "option value" or command that users may try although it does not exist: end of the error message}.
         This text replaces the suggestion. The key "" is for a superfluous positional argument, which replaces {}.
-    usual: the options that --help shows; --help-all shows all. If empty, --help shows all.
+    usual: the options that --help shows, followed by FEW examples; --help-all shows all. If empty, --help shows all.
     """
 
     examples: Mapping[str, str] = {}
@@ -251,8 +252,9 @@ class Parser(argparse.ArgumentParser):
         if not self.examples:
             return text
         usage, _, rest = text.partition("\n\n")
-        lines = "".join(f"  {command}\n      {meaning}\n" for command, meaning in self.examples.items())
-        return f"{usage}\n\nexamples:\n{lines}\n{rest}"
+        examples = list(self.examples.items())[: FEW if self.usual else None]
+        lines = "examples:\n" + "".join(f"  {command}\n      {meaning}\n" for command, meaning in examples)
+        return f"{text}\n{lines}" if self.usual else f"{usage}\n\n{lines}\n{rest}"
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse the arguments, and return (namespace, list of unknown positional arguments)."""
@@ -393,7 +395,7 @@ def add_command(subparsers: Any, name: str, command: Command) -> None:
     parser.set_defaults(func=command.run, writes=command.writes)
     parser.examples, parser.hints, parser.usual = command.examples, command.hints, command.usual
     if command.usual:
-        everything = f"show all {len(command.options)} options"
+        everything = f"show all {len(command.options)} options and {len(command.examples)} examples"
         parser.add_argument("--help-all", action=HelpAll, nargs=0, default=argparse.SUPPRESS, help=everything)
     groups = {"": parser}
     for one in (*_COMMON, *command.options):

@@ -573,6 +573,7 @@ COMMANDS = {
             "fp4kit convert Llama Llama-NVFP4": "quantize a Hugging Face model directory with nvfp4-te",
             "fp4kit convert Llama Llama-NVFP4 --dry-run": "print what would be converted, and write nothing",
             "fp4kit convert Llama Llama-MXFP4 --recipe mxfp4 --only 'model.layers.*.mlp.*'": "quantize MLPs only",
+            "fp4kit convert Llama-NVFP4 llama-nvfp4.gguf": "write a GGUF file with the codes of a model directory",
             "fp4kit convert Llama Llama-Mixed --recipe nvfp4-te --recipe '*.down_proj=fp8-modelopt-channel'": (
                 "quantize some layers with another recipe"
             ),
@@ -589,7 +590,6 @@ COMMANDS = {
             "fp4kit convert Llama Llama-W4A4 --activations act.safetensors": (
                 "also write input scales, so that engines quantize activations"
             ),
-            "fp4kit convert Llama-NVFP4 llama-nvfp4.gguf": "write a GGUF file with the codes of a model directory",
             "fp4kit convert model.xml weights.safetensors --format bf16": "decode the weights of an OpenVINO model",
             _SEARCHED: "quantize a GGUF file",
             f"{_SEARCHED} --scale-search mse --imatrix imatrix.gguf": (
@@ -606,7 +606,6 @@ COMMANDS = {
             "       fp4kit convert [options] --demo DST\n"
             "       fp4kit convert --remove-stale DST"
         },
-        usual="--demo --recipe --format --engine --scheme --keep --only --activations --adapter --dry-run"
-        " --resume".split(),
+        usual="--demo --recipe --format --engine --scheme --keep --only --activations --dry-run --resume".split(),
     ),
 }

@@ -208,14 +208,20 @@ def test_help_and_version(capsys) -> None:
     assert main(["--version"]) == 0 and capsys.readouterr().out == f"fp4kit {fp4kit.__version__}\n"
 
 
-def test_the_help_of_convert_shows_eleven_options_and_help_all_the_rest(capsys) -> None:
+def test_the_help_of_convert_shows_ten_options_then_five_examples_and_help_all_the_rest(capsys) -> None:
     def shown(option: str) -> set[str]:
         assert main(["convert", option]) == 0
         return {*re.findall(r"^  (?:-h, )?(--[a-z0-9-]+)", capsys.readouterr().out, re.MULTILINE)}
 
     usual, everything = shown("--help"), shown("--help-all")
-    assert usual == shown("--help") and len(usual) == 13 and {"--demo", "--recipe", "--resume"} < usual < everything
-    assert everything == {one for one in commands()["convert"]._option_string_actions if one.startswith("--")}
+    assert usual == shown("--help") and len(usual) == 12 and {"--demo", "--recipe", "--resume"} < usual < everything
+    command = commands()["convert"]
+    assert everything == {one for one in command._option_string_actions if one.startswith("--")}
+    assert main(["convert", "--help"]) == 0
+    options, _, examples = capsys.readouterr().out.partition("\nexamples:\n")
+    assert "--resume" in options and "\n  fp4kit " not in options
+    assert re.findall(r"^  (fp4kit .+)$", examples, re.MULTILINE) == [*command.examples][:5]
+    assert examples.count("\n") == 10 and len(command.examples) > 5
 
 
 def test_help_lists_each_command_on_one_line_under_a_heading(capsys, monkeypatch) -> None:
@@ -230,7 +236,7 @@ def test_help_lists_each_command_on_one_line_under_a_heading(capsys, monkeypatch
 
 def test_every_help_begins_with_examples_that_parse(capsys) -> None:
     for name, command in {"": parser(), **commands()}.items():
-        assert main([*([name] if name else []), "--help"]) == 0
+        assert main([*([name] if name else []), "--help-all" if command.usual else "--help"]) == 0
         text = capsys.readouterr().out
         assert re.match(r"usage: fp4kit .*?\n\nexamples:\n  fp4kit \S+", text, re.DOTALL), name
         for example in command.examples:
