@@ -113,6 +113,27 @@ def test_attention_is_near_the_exact_one(keys, unit, causal):
     assert not attention(q, k, v, smooth=None, unit=unit).any()  # rows with a score of NaN are 0
 
 
+def test_results_are_multiplied_by_the_reciprocal_of_the_sum_of_p():
+    """Both producers multiply. For some elements here, a division gives other bits."""
+    x, rng = np.float16(np.random.default_rng(0).standard_normal((3, 4, 128, 64))), np.random.default_rng(2)
+    quantized, key = quantize_qkv(*x, smooth=None), np.argsort(np.arange(128) // 32 * 32 + np.tile(ORDER, 4))
+    q, k, v = (a.dequantize().astype(float) for a in quantized[:3])
+    p = quantize_p(F32(q @ k[:, key].swapaxes(-1, -2)), 0.125)
+    cases = [(attention(*x, smooth=None, unit="exact"), p.p.dequantize() @ v, p.row_sum[..., None])]
+    q = np.float16(rng.standard_normal((4, 64, 64)))
+    given = [
+        fp4kit.quantize(np.float16(a), "nvfp4-vllm-kv", tensor_amax=2688) for a in rng.standard_normal((2, 4, 70, 64))
+    ]
+    s = F32(q.astype(float) @ given[0].dequantize().astype(float).swapaxes(-1, -2))
+    t = F32(0.125) * F32(np.log2(np.e))
+    p = 2.0 ** F32(np.longdouble(s) * t - s.max(-1, keepdims=True) * t).astype(float)
+    p = np.float16(F32(p)).astype(float)
+    cases += [(attention(q, *given, unit="exact"), p @ given[1].dequantize(), p.sum(-1, keepdims=True))]
+    for found, products, sums in cases:
+        assert_same_bits(found, np.float16(F32(products) * (1 / F32(sums))))
+        assert (found != np.float16(F32(products) / F32(sums))).any()
+
+
 def test_a_causal_query_sees_no_later_key():
     q, k, v = np.float16(normal((3, 2, 300, 64)))
     found = attention(q, k, v, smooth=None, causal=True)
