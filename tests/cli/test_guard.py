@@ -101,7 +101,7 @@ PHASES = (  # the signal comes just before this audit event
 @pytest.mark.parametrize(
     ("after", "last", "state"),
     [
-        pytest.param(*phase, id=name, marks=pytest.mark.exhaustive if name in ("parse", "lock") else ())
+        pytest.param(*phase, id=name, marks=pytest.mark.exhaustive if name in ("parse", "lock", "sync") else ())
         for name, *phase in PHASES
     ],
 )

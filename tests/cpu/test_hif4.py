@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from engine_cases import NEEDS_ENGINE, VIEWS, agree, as_large_ones, counted, covered, shrink_tiles
-from exhaustive import exhaustive
+from exhaustive import exhaustive, half
 from hif4_inputs import CODED, COMPILED, OTHER_LEVELS, VARIANTS, drawn
 
 import fp4kit
@@ -25,7 +25,7 @@ def check(x, id, axis=-1):
 
 @pytest.mark.parametrize("id", COMPILED)
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
-@pytest.mark.parametrize("seed", [0, 1, *exhaustive(range(2, 40))])
+@pytest.mark.parametrize("seed", [0, *exhaustive(range(1, 40))])
 def test_drawn_arrays(seed, dtype, id, monkeypatch):
     as_large_ones(monkeypatch)
     rng = np.random.default_rng(seed)
@@ -44,7 +44,7 @@ def test_variants(dtype, r):
             agree(fp4kit.dequantize, agree(fp4kit.quantize, x, r))
 
 
-@pytest.mark.parametrize("id", COMPILED)
+@pytest.mark.parametrize("id", half(COMPILED))
 def test_small_tiles(id, monkeypatch):
     shrink_tiles(monkeypatch)
     for dtype in FLOATS:
@@ -74,7 +74,7 @@ def test_finite_elements_are_done_by_the_engine(id, monkeypatch):
         assert shapes == [], dtype
 
 
-@pytest.mark.parametrize("id", COMPILED)
+@pytest.mark.parametrize("id", half(COMPILED))
 def test_outputs_and_groups(id):
     xs = [drawn(seed, (40, 512), FLOATS[seed % 3], seed != 2) for seed in range(5)]
     agree(fp4kit.fake_quantize_grouped, xs, id)

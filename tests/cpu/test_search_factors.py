@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from engine_cases import assert_equal, shrink_tiles
+from exhaustive import half
 from inputs import BF16, extreme, nonfinite, ordinary
 from searched import nearly_equal_blocks, searched_blocks
 
@@ -30,7 +31,7 @@ def agree(x: np.ndarray, recipe, **options) -> None:
     assert_equal(fp4kit.quantize(x, recipe, **options), expected)
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float16, BF16])
+@pytest.mark.parametrize("dtype", half([np.float32, np.float16, BF16]))
 @pytest.mark.parametrize("name", NAMES)
 def test_every_kind_of_block(name, dtype, monkeypatch) -> None:
     above = {"tensor_amax": 4.0} if name == NVFP4 else {}

@@ -58,7 +58,7 @@ def small_tiles(monkeypatch):
 # ---- against the specification ----
 
 
-@pytest.mark.parametrize("case", every(3, product(SIDES, FLOATS)), ids=str)
+@pytest.mark.parametrize("case", every(5, product(SIDES, FLOATS)), ids=str)
 def test_every_kind_of_block(case):
     side, dtype = case
     agree(fp4kit.search_scales, finite(dtype), STATIC, **SIDES[side])
@@ -66,7 +66,7 @@ def test_every_kind_of_block(case):
         agree(fp4kit.search_scales, searched_blocks(dtype), STATIC, tensor_amax=amax, **SIDES[side])
 
 
-@pytest.mark.parametrize("amax", every(4, [1e-38, 0.0, 2e-13, 1e-45, 3e38, 1e-12, np.inf, 1e15]))
+@pytest.mark.parametrize("amax", every(8, [1e-38, 0.0, 2e-13, 1e-45, 3e38, 1e-12, np.inf, 1e15]))
 @pytest.mark.parametrize("side", SIDES)
 def test_any_tensor_amax(side, amax):
     x = (finite(np.float32)[::2] * np.clip(amax, 1e-39, 1e35)).astype(np.float32)
@@ -110,7 +110,7 @@ def test_blocks_of_several_rows(rows):
 OBJECTIVES = ("p2.4", "mae", "max", "p3", "p16", "p1.0001")
 
 
-@pytest.mark.parametrize("objective", every(3, OBJECTIVES))
+@pytest.mark.parametrize("objective", every(6, OBJECTIVES))
 @pytest.mark.parametrize("side", ["", "weights with zeros"])
 def test_objectives(objective, side, monkeypatch):
     """The library searches for every objective.
@@ -193,7 +193,7 @@ def test_views_in_small_tiles(view, small_tiles):
             agree(fp4kit.search_scales, x, STATIC, axis=axis, tensor_amax=9.0, **side)
 
 
-@pytest.mark.parametrize("side", SIDES)
+@pytest.mark.parametrize("side", half(SIDES))
 def test_blocks_in_small_tiles(side, small_tiles):
     for dtype in FLOATS:
         agree(fp4kit.search_scales, searched_blocks(dtype), STATIC, tensor_amax=4.0, candidates="near", **SIDES[side])
@@ -283,7 +283,7 @@ def test_drawn_calls(seed, dtype, form, rows, blocks, log_amax, log_size, recipe
 # ---- a recipe with a search ----
 
 
-@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+@pytest.mark.parametrize("dtype", every(3, FLOATS), ids=str)
 def test_quantize_searches(dtype, monkeypatch):
     """For a recipe with a search, quantize and fake_quantize give the specification's results.
 

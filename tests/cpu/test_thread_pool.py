@@ -177,7 +177,7 @@ def test_many_python_threads_at_once():
 
 
 @NEEDS_ENVIRONMENT
-@pytest.mark.parametrize("changed", BITS)
+@pytest.mark.parametrize("changed", half(BITS))
 def test_modes_of_the_calling_thread(changed):
     """Results do not depend on the arithmetic mode of the calling thread.
 

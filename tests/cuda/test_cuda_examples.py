@@ -16,6 +16,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from exhaustive import half
 from host.compiler import find_compiler
 from host.instantiations import Instantiation
 from on_gpu import DEVICES, cupy, importable
@@ -102,7 +103,7 @@ def test_the_program_in_cpp(place, command, driver, libraries, tmp_path):
 
 
 @pytest.mark.parametrize("place", [pytest.param("gpu" if DEVICES else "cpu", marks=GPU)])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", half(["bfloat16", "float32"]))
 def test_the_operator_of_pytorch(place, dtype, monkeypatch, libraries, request):
     torch = pytest.importorskip("torch")
     module, device = example("quantize_torch"), "cuda" if DEVICES else "cpu"

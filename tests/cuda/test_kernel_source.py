@@ -16,6 +16,7 @@ from unittest.mock import patch
 import kernel_calls
 import numpy as np
 import pytest
+from exhaustive import exhaustive
 from host import cupy_on_host
 from host.instantiations import launching_on
 from inputs import BF16
@@ -272,7 +273,7 @@ def test_the_source_and_the_options_are_those_that_fp4kit_compiles(monkeypatch, 
     assert file == compiler.cubin_path(kernel._instantiation, kernel.arch)
 
 
-@pytest.mark.parametrize("arch", ["sm_75", "sm_90", "sm_120a"])
+@pytest.mark.parametrize("arch", ["sm_90", *exhaustive(["sm_75", "sm_120a"])])
 def test_resources_are_read_from_the_compiler(arch):
     compiler_or_skip()
     kernel = fp4kit.cuda.source("quantize", "nvfp4-te", "bfloat16", arch)

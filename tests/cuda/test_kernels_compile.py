@@ -72,7 +72,7 @@ def make_cubin(source: str, arch: str, path: Path) -> None:
     path.write_bytes(cubin)
 
 
-@pytest.mark.parametrize("case", every(24, [case for case in ALL if case.recipe.id not in RARE]), ids=str)
+@pytest.mark.parametrize("case", every(48, [case for case in ALL if case.recipe.id not in RARE]), ids=str)
 def test_every_rule_compiles(case):
     check_compiles(case, "sm_90")
 
@@ -84,7 +84,7 @@ def test_recipes_of_no_other_rule_compile(recipe, case):
     check_compiles(case, "sm_90")
 
 
-@pytest.mark.parametrize("case", every(4, KINDS), ids=str)
+@pytest.mark.parametrize("case", every(8, KINDS), ids=str)
 def test_every_kind_of_kernel_compiles(case):
     check_compiles(case, "sm_90")
 
@@ -99,7 +99,7 @@ def oldest_compiler(monkeypatch):
     assert nvrtc.compiler_version() == (12, 9)
 
 
-@pytest.mark.parametrize("case", every(6, KINDS), ids=str)
+@pytest.mark.parametrize("case", every(12, KINDS), ids=str)
 def test_the_oldest_compiler_compiles(oldest_compiler, case):
     check_compiles(case, "sm_90")
 
@@ -110,7 +110,7 @@ def half_of_kinds(first: int) -> list[KernelCall]:
     return [case for i, case in enumerate(KINDS) if i % 2 == first or case.make not in seen]
 
 
-@pytest.mark.parametrize("case", every(6, half_of_kinds(1)), ids=str)
+@pytest.mark.parametrize("case", every(12, half_of_kinds(1)), ids=str)
 def test_a_later_architecture_compiles(case):
     check_compiles(case, "sm_100a")
 
@@ -136,7 +136,7 @@ FINDING = {
 }
 
 
-@pytest.mark.parametrize("kernel", every(2, FINDING))
+@pytest.mark.parametrize("kernel", every(4, FINDING))
 @pytest.mark.parametrize("arch", ["sm_90", *exhaustive((OLDEST, "sm_100a"))])
 def test_kernels_that_find_the_amax_compile(kernel, arch):
     r = RECIPES[FINDING[kernel]]

@@ -52,9 +52,9 @@ def of_layer(tree, module):
     ("recipe", "form", "leaf"),
     [
         ("nvfp4-te", "compressed-tensors", "kernel"),
-        ("nvfp4-te", "modelopt", "weight"),
-        ("nvfp4-compressed-tensors", None, "kernel"),
         ("mxfp4", None, "weight"),
+        pytest.param("nvfp4-te", "modelopt", "weight", marks=pytest.mark.exhaustive),
+        pytest.param("nvfp4-compressed-tensors", None, "kernel", marks=pytest.mark.exhaustive),
     ],
 )
 def test_trained_values_are_served_values(tmp_path, recipe, form, leaf):

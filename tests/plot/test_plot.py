@@ -8,6 +8,7 @@ import matplotlib
 import ml_dtypes
 import numpy as np
 import pytest
+from exhaustive import half
 from together import together
 
 import fp4kit
@@ -118,7 +119,7 @@ LEVELS = {
 }
 
 
-@pytest.mark.parametrize("name", LEVELS)
+@pytest.mark.parametrize("name", half(LEVELS))
 def test_recipes_with_levels_or_of_the_specification_alone(x, name):
     """Their curve has the errors under the scales that amaxes give, and contains the chosen scale."""
     r = fp4kit.recipe(LEVELS[name])

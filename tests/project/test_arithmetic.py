@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from everything import everything
-from exhaustive import by_default, every
+from exhaustive import by_default, every, half
 from float_modes import BITS, NEEDS_ENVIRONMENT, WORD, mode, tiny, words
 from inputs import BF16, nonfinite, ordinary
 
@@ -294,7 +294,7 @@ def check(name, x):
         assert_same_bits(a, b)
 
 
-@pytest.mark.parametrize("name", ["nvfp4-te", "mxfp8-te", "int8-modelopt", "nvfp4-compressed-tensors"])
+@pytest.mark.parametrize("name", half(["nvfp4-te", "mxfp8-te", "int8-modelopt", "nvfp4-compressed-tensors"]))
 @pytest.mark.parametrize(("kind", "data"), INPUTS)
 def test_identify(name, kind, data):
     x = INPUTS[kind, data]

@@ -1,6 +1,6 @@
 """Test the built site in a browser: pages fit into their column, and the text of pictures is large enough to read.
 
-`.ci/run` runs this file after it has installed mkdocs.
+`.ci/run` runs this file after it has installed mkdocs. To build the site takes 15 s, so only exhaustive runs do.
 """
 
 from __future__ import annotations
@@ -62,6 +62,7 @@ def test_texts_of_pictures_are_whole_and_large(sizes: dict[str, float]) -> None:
     assert min(sizes.values()) > LEAST
 
 
+@pytest.mark.exhaustive
 def test_no_page_is_wider_than_its_column(site: Path, page: Page, sizes: dict[str, float]) -> None:
     for path in sorted(site.rglob("index.html")):
         page.open(path.as_uri())
@@ -75,6 +76,7 @@ def test_no_page_is_wider_than_its_column(site: Path, page: Page, sizes: dict[st
             assert scheme == "dark" or call(page, "broken") == [], f"{path.relative_to(site)} at {width} px"
 
 
+@pytest.mark.exhaustive
 def test_explorer_and_producer_pages_lead_to_each_other(site: Path, page: Page) -> None:
     page.open((site / "explorer.html").as_uri())
     call(page, "(async () => { await ready; return 1; })")
@@ -93,6 +95,7 @@ def test_explorer_and_producer_pages_lead_to_each_other(site: Path, page: Page) 
     assert chosen == [["nvfp4-te", "fp4-ue5m3", "", ""], "", ""]
 
 
+@pytest.mark.exhaustive
 def test_search_leads_to_the_page_meant(site: Path, page: Page) -> None:
     meant = {"install": "install/", "lora": "guides/adapters/", "gguf": "guides/convert/", "vllm": "guides/convert/"}
     with ThreadingHTTPServer(("127.0.0.1", 0), partial(SimpleHTTPRequestHandler, directory=site)) as server:

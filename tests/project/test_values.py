@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
+from exhaustive import half
 from inputs import ORDINARY
 from together import together
 
@@ -125,7 +126,7 @@ def in_a_worker(q, x):
 
 # JAX warns about forks if an earlier test has used it.
 @pytest.mark.filterwarnings(r"ignore:os\.fork\(\) was called:RuntimeWarning")
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", half(METHODS))
 def test_worker_processes(method):
     """A worker process can use the objects that it is sent, and the objects that it sends back work here."""
     with multiprocessing.get_context(method).Pool(1) as pool:

@@ -13,6 +13,7 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
+from exhaustive import half
 from inputs import BF16, ordinary
 from tensors import to_numpy, to_torch
 
@@ -99,7 +100,7 @@ def test_values_and_gradients(wrapped, recipe, dtype, pass_through):
     assert_same_bits(g, grad)
 
 
-@pytest.mark.parametrize("recipe", CLIPPED)
+@pytest.mark.parametrize("recipe", half(CLIPPED))
 def test_recorded_gradients(wrapped, recipe, golden):
     """Gradients equal the recorded ones of Model-Optimizer's clipped straight-through estimator.
 

@@ -10,6 +10,7 @@ from fractions import Fraction
 import ml_dtypes
 import numpy as np
 import pytest
+from exhaustive import half
 
 import fp4kit
 from fp4kit.checkpoint.containers.configs import WRITTEN
@@ -67,7 +68,7 @@ SIZES = [(64, 8, 4), (64, 16), (128, 32, 8, 2), (24, 12, 3), (256, 4), (8, 4, 2,
 
 
 @pytest.mark.parametrize(("id", "narrow"), [("hif4-amct", True), ("hif4-hifloat4", False)])
-@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("sizes", half(SIZES), ids=str)
 def test_hif4_as_its_format_says(id, narrow, sizes):
     """The first size is that of the producers. Recipes with other sizes are made by dataclasses.replace."""
     columns, *groups = sizes

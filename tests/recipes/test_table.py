@@ -13,6 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from engine_cases import agree
+from exhaustive import exhaustive
 from together import together
 
 import fp4kit
@@ -429,11 +430,12 @@ def test_codes_and_fake_quantized_values(name):
     assert_encodes_alike((rng.standard_normal((128, 256)) * 3).astype(ml_dtypes.bfloat16), name)
 
 
+@pytest.mark.parametrize("arrays", [10, *exhaustive([40])])
 @pytest.mark.parametrize("name", [name for name in WITH_CODES if RECIPES[name].search])
-def test_searches_measure_errors_by_the_rule_of_their_producer(name):
+def test_searches_measure_errors_by_the_rule_of_their_producer(name, arrays):
     """The search of auto-round chooses another scale for one in 50,000 blocks if it decodes by another rule."""
     rng = np.random.default_rng(0)
-    for _ in range(40):
+    for _ in range(arrays):
         assert_encodes_alike((rng.standard_normal((512, 512)) * np.exp(rng.uniform(-3, 2))).astype(np.float32), name)
 
 

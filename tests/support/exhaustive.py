@@ -43,6 +43,11 @@ def every(step: int, cases: Iterable[Any]) -> list[Any]:
     return cases[::step] + exhaustive(case for i, case in enumerate(cases) if i % step)
 
 
+def every_row(step: int, rows: Iterable[Iterable[Any]]) -> list[Any]:
+    """Return the rows as `every` does, for a test with several parameters. A row has a value for each of them."""
+    return [pytest.param(*row, marks=pytest.mark.exhaustive) if i % step else row for i, row in enumerate(rows)]
+
+
 def by_default(chosen: Collection[str], names: Iterable[str]) -> list[Any]:
     """Return the names as parameters of a test. Names in `chosen` are in every run, others only in exhaustive runs.
 

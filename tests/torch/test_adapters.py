@@ -21,7 +21,6 @@ from fp4kit.checkpoint import CheckpointError, convert
 from fp4kit.evidence.testing import assert_same_bits
 
 torch = pytest.importorskip("torch")
-peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
 ft = importlib.import_module("fp4kit.torch")
 RECIPE = "nvfp4-te"
@@ -32,6 +31,13 @@ IDS = torch.arange(8)[None]
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")  # of PEFT with transformers 5
 
 
+@pytest.fixture(scope="module", autouse=True)
+def imported_peft():
+    """Import PEFT for the first test of this file. It takes 3 s, and few workers of pytest-xdist run the file."""
+    global peft
+    peft = pytest.importorskip("peft")
+
+
 def a_llama(dtype=torch.float32, **config):
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "vocab_size": 32}
@@ -39,9 +45,10 @@ def a_llama(dtype=torch.float32, **config):
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **heads, **config)).to(dtype)
 
 
-def adapt(model, r=8, kind=None, **options):
+def adapt(model, r=8, kind="", **options):
     """Return the model in PEFT, with adapters that are not zero."""
-    config = (kind or peft.LoraConfig)(**{"target_modules": TARGETS, **options}, **({} if kind else {"r": r}))
+    own = {} if kind else {"r": r}
+    config = getattr(peft, kind or "LoraConfig")(**{"target_modules": TARGETS, **options}, **own)
     model = peft.get_peft_model(model, config)
     for name, parameter in model.named_parameters():
         if "lora_B" in name or "lora_embedding_B" in name:
@@ -301,15 +308,15 @@ REFUSED = {
         "has lora_bias=True, which changes the bias",
     ),
     "IA3": (
-        {"kind": peft.IA3Config, "target_modules": ["q_proj"], "feedforward_modules": []},
+        {"kind": "IA3Config", "target_modules": ["q_proj"], "feedforward_modules": []},
         TypeError,
         "has an adapter of peft.tuners.ia3.layer.Linear, not LoRA",
     ),
-    "LoHa": ({"kind": peft.LoHaConfig}, TypeError, "peft.tuners.loha.layer.Linear"),
-    "LoKr": ({"kind": peft.LoKrConfig}, TypeError, "peft.tuners.lokr.layer.Linear"),
-    "OFT": ({"kind": peft.OFTConfig, "oft_block_size": 16}, TypeError, "peft.tuners.oft.layer.Linear"),
-    "VeRA": ({"kind": peft.VeraConfig, "target_modules": ["q_proj"]}, TypeError, "peft.tuners.vera.layer.Linear"),
-    "AdaLoRA": ({"kind": peft.AdaLoraConfig, "total_step": 9}, TypeError, "peft.tuners.adalora.layer.SVDLinear"),
+    "LoHa": ({"kind": "LoHaConfig"}, TypeError, "peft.tuners.loha.layer.Linear"),
+    "LoKr": ({"kind": "LoKrConfig"}, TypeError, "peft.tuners.lokr.layer.Linear"),
+    "OFT": ({"kind": "OFTConfig", "oft_block_size": 16}, TypeError, "peft.tuners.oft.layer.Linear"),
+    "VeRA": ({"kind": "VeraConfig", "target_modules": ["q_proj"]}, TypeError, "peft.tuners.vera.layer.Linear"),
+    "AdaLoRA": ({"kind": "AdaLoraConfig", "total_step": 9}, TypeError, "peft.tuners.adalora.layer.SVDLinear"),
 }
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from exhaustive import by_default, every, exhaustive
+from exhaustive import by_default, every, exhaustive, half
 from inputs import ordinary
 from tensors import since_2_13, to_numpy, to_torch
 
@@ -315,7 +315,7 @@ def test_a_quantized_of_an_exported_program_is_saved_and_has_its_own_lengths(mod
 STACK = tensor(9, (5, 32, 32))
 
 
-@pytest.mark.parametrize("recipe", VARIED, ids=str)
+@pytest.mark.parametrize("recipe", half(VARIED), ids=str)
 def test_vmap_is_a_loop(recipe):
     def function(x):
         return ft.fake_quantize(x, recipe, pass_through=False)
@@ -476,7 +476,7 @@ def parts_of(q):
     return q.packed, q.block_scale, q.tensor_scale, q.tensor_amax, *facts
 
 
-@pytest.mark.parametrize("case", every(3, CALLS))
+@pytest.mark.parametrize("case", every(6, CALLS))
 def test_opcheck(case):
     """torch.library.opcheck accepts every operator.
 

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from exhaustive import every
 
 import fp4kit
 from fp4kit.checkpoint import Activations, convert
@@ -732,7 +733,7 @@ def test_other_input_scales_of_a_trainer_are_named(w4a4, rollout):
         assert f"(amax {amaxes[Q_PROJ]}"[:9] in text and "calibrate once" in text
 
 
-@pytest.mark.parametrize("rollout", ROLLOUTS)
+@pytest.mark.parametrize("rollout", every(3, ROLLOUTS))
 def test_another_recipe_of_activations_is_named(w4a4, rollout):
     base, _, amaxes, folder, rollouts = w4a4
     model = copy.deepcopy(base)
@@ -765,7 +766,7 @@ def test_other_input_scales_of_a_checkpoint_are_named(w4a4, rollout):
     assert all(text in x.setting and "stale" not in x.setting for x in found.differing)
 
 
-@pytest.mark.parametrize("rollout", ROLLOUTS)
+@pytest.mark.parametrize("rollout", every(3, ROLLOUTS))
 def test_the_contract_of_an_engine_needs_no_exclusions_and_no_input_scales(w4a4, rollout):
     """It leaves the layers unquantized that the other side does; without input scales it uses those of the other."""
     base, model, _, folder, rollouts = w4a4
@@ -787,7 +788,7 @@ def test_the_contract_of_an_engine_needs_no_exclusions_and_no_input_scales(w4a4,
     assert not fp4kit.parity(base, contract, weights=folder / "trained").equal  # it quantizes nothing
 
 
-@pytest.mark.parametrize("rollout", ROLLOUTS)
+@pytest.mark.parametrize("rollout", every(3, ROLLOUTS))
 def test_layers_that_all_differ_are_not_called_stale(w4a4, rollout):
     """With the unquantized weights, recipes are named, also if q, k and v share an amax; without, nothing is blamed."""
     base, model, _, folder, rollouts = w4a4

@@ -12,6 +12,7 @@ import numpy as np
 import oracle
 import pytest
 import synthetic
+from exhaustive import half
 from oracle import load
 from synthetic import BF16, refused
 
@@ -64,7 +65,7 @@ def shared_amax(source: dict[str, np.ndarray], name: str) -> np.float32:
     return np.float32(max(np.abs(source[f"{one}.weight"].astype(np.float32)).max() for one in names))
 
 
-@pytest.mark.parametrize("target", TARGETS, ids=str)
+@pytest.mark.parametrize("target", half(TARGETS), ids=str)
 def test_bytes_verify_identify_and_decode(
     model: Path, tmp_path: Path, target: tuple[str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import oracle
 import pytest
 import synthetic
-from exhaustive import by_default, exhaustive, half
+from exhaustive import by_default, every, every_row, exhaustive, half
 from oracle import load
 from synthetic import refused
 
@@ -69,7 +69,7 @@ def options_of(recipe: str, format: str) -> dict[str, Any]:
 WITH_EXPERTS = ("moe", "fused", "deepseek", "mixtral", "vlm_moe")
 
 
-@pytest.mark.parametrize("name", synthetic.MODELS)
+@pytest.mark.parametrize("name", half(synthetic.MODELS))
 @pytest.mark.parametrize(("recipe", "format"), FLOAT_TARGETS)
 def test_numbers(tmp_path: Path, name: str, recipe: str, format: str) -> None:
     tensors = synthetic.MODELS[name](tmp_path / "m")
@@ -106,15 +106,11 @@ QUANTIZED_TARGETS = [
     ("nvfp4-te", "deepseek-v4"),
     ("nvfp4-te", "bf16"),
 ]
-# Every other target is for every run, the rest for exhaustive runs only.
-SOME_TARGETS = [
-    pytest.param(*target, marks=pytest.mark.exhaustive) if i % 2 else target
-    for i, target in enumerate(QUANTIZED_TARGETS)
-]
+SOME_TARGETS = every_row(2, QUANTIZED_TARGETS)
 CONTAINERS = [*QUANTIZED_TARGETS[:6], ("mxfp4-ocp", "deepseek-v4")]
 
 
-@pytest.mark.parametrize("origin", half(CONTAINERS), ids=str)
+@pytest.mark.parametrize("origin", every(4, CONTAINERS), ids=str)
 @pytest.mark.parametrize(("recipe", "format"), SOME_TARGETS)
 @pytest.mark.parametrize("name", by_default(("deepseek",), ("deepseek", "moe")))
 def test_each_container_into_each(tmp_path: Path, name: str, origin: tuple[str, str], recipe: str, format: str) -> None:
@@ -130,7 +126,7 @@ def test_each_container_into_each(tmp_path: Path, name: str, origin: tuple[str, 
 
 
 @pytest.mark.parametrize("powers", [False, True])
-@pytest.mark.parametrize(("recipe", "format"), SOME_TARGETS)
+@pytest.mark.parametrize(("recipe", "format"), every_row(4, QUANTIZED_TARGETS))
 def test_fp8_blocks(tmp_path: Path, powers: bool, recipe: str, format: str) -> None:
     tensors = synthetic.deepseek_fp8(tmp_path / "m", powers)
     more = options_of(recipe, format)
@@ -139,7 +135,7 @@ def test_fp8_blocks(tmp_path: Path, powers: bool, recipe: str, format: str) -> N
     assert ("carry" in report.actions) == (powers and recipe == "mxfp8-te" and format != "bf16")
 
 
-@pytest.mark.parametrize(("recipe", "format"), QUANTIZED_TARGETS)
+@pytest.mark.parametrize(("recipe", "format"), SOME_TARGETS)
 def test_deepseek_v4(tmp_path: Path, recipe: str, format: str) -> None:
     tensors = synthetic.deepseek_v4(tmp_path / "m")
     more = options_of(recipe, format)

@@ -732,7 +732,7 @@ def test_rows_scaled_by_the_next_layer(fault: str) -> None:
     assert bool(fault) != found.sentence.endswith("; its rows are scaled too, by factors of the next layer's columns")
 
 
-@pytest.mark.parametrize("recipe", ["nvfp4-te", "mxfp4-ocp"])
+@pytest.mark.parametrize("recipe", half(["nvfp4-te", "mxfp4-ocp"]))
 def test_another_source_has_no_cause(recipe: str) -> None:
     assert explain(layer_of(quantize(weight(), recipe)), weight(1)).cause is None
 
@@ -777,7 +777,7 @@ def four_over_six(x: np.ndarray, most: float) -> StoredLayer:
     return layer_of(with_scales(x, STATIC, np.where(second < first, *scales[::-1]), tensor_scale))
 
 
-@pytest.mark.parametrize("most", [448, 256])
+@pytest.mark.parametrize("most", half([448, 256]))
 def test_four_over_six_of_modelopt(most: float) -> None:
     """All layers quantized by Model-Optimizer's four over six get one verdict.
 

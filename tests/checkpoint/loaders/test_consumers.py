@@ -17,6 +17,7 @@ import gguf_files
 import numpy as np
 import oracle
 import pytest
+from exhaustive import every_row
 from file_values import read_values
 from safetensors import safe_open
 
@@ -139,7 +140,7 @@ TARGETS: dict[str, list[Target]] = {
 
 
 @pytest.mark.parametrize(
-    ("name", "target"), [(name, target) for name, targets in TARGETS.items() for target in targets]
+    ("name", "target"), every_row(2, [(name, target) for name, targets in TARGETS.items() for target in targets])
 )
 def test_safetensors_reads_every_tensor(converted: Any, name: str, target: Target) -> None:
     """The safetensors library reads the bytes of every tensor as fp4kit's own test reader (oracle) does."""

@@ -80,7 +80,7 @@ def test_unquantized_layers_stay_and_codes_are_kept(name: str, source: Any, tmp_
         assert [issue for issue in verify(out, model).issues if issue.severity == "error"] == []
 
 
-@pytest.mark.parametrize("name", every(8, [name for name in SOURCES if not name.startswith(("gguf", "gpt-oss"))]))
+@pytest.mark.parametrize("name", every(16, [name for name in SOURCES if not name.startswith(("gguf", "gpt-oss"))]))
 def test_no_format_and_no_recipe_quantizes_them(name: str, source: Any) -> None:
     """In every format and by every recipe, attention stays, unless --include names it. Exclusion lists name it."""
     model, seen = source(name), 0
@@ -333,7 +333,7 @@ def declared(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.mark.parametrize("name", WITH_CONFIG)
-@pytest.mark.parametrize("format", ALL_FORMATS)
+@pytest.mark.parametrize("format", half(ALL_FORMATS))
 def test_each_declaration_is_kept_converted_or_named_as_lost(name: str, format: str, declared: Any) -> None:
     model = declared(name)
     try:
@@ -371,7 +371,7 @@ def test_each_declaration_is_kept_converted_or_named_as_lost(name: str, format: 
             assert any(one.get("input_activations") for one in groups) == declared_inputs(open_source(model))
 
 
-@pytest.mark.parametrize("name", WITH_CONFIG)
+@pytest.mark.parametrize("name", half(WITH_CONFIG))
 def test_the_result_declares_the_same_again(name: str, declared: Any, tmp_path: Path) -> None:
     """A conversion of the result of a conversion without options declares what the first one did."""
     plans = []

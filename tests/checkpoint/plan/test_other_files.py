@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import synthetic
 from borrowed_codes import MODULE_NAMES, directory, out_bytes, stored
+from exhaustive import half
 from gguf_files import EXPERTS, HIDDEN
 from synthetic import refused
 
@@ -485,7 +486,7 @@ def test_weights_are_those_of_llama_quantize(form: str, model, tmp_path: Path) -
     assert len(never) == 1 and "blk.1.ffn_gate_exps expert 2" in never[0]
 
 
-@pytest.mark.parametrize("id", ["nvfp4-gguf", "mxfp4-gguf"])
+@pytest.mark.parametrize("id", half(["nvfp4-gguf", "mxfp4-gguf"]))
 def test_each_expert_is_searched_with_its_own_weights(id: str, model, tmp_path: Path) -> None:
     """convert --imatrix searches each expert's scales with the weights that llama-quantize computes for the expert.
 

@@ -275,7 +275,7 @@ FAULTS = {
 PRODUCT_FAULTS = (without_c, without_promotion, one_bit_less, without_the_smallest_scale, first_row)
 
 
-@pytest.mark.parametrize("fault", [*every(4, FAULTS), *every(3, PRODUCT_FAULTS)])
+@pytest.mark.parametrize("fault", [*every(8, FAULTS), *every(5, PRODUCT_FAULTS)])
 def test_a_fault_is_found_shrunk_and_reproduced(fault, away, monkeypatch):
     kind = FAULTS.get(fault, "differs")
     function = "matmul" if fault in PRODUCT_FAULTS else "quantize"

@@ -9,6 +9,7 @@ import live_fault
 import ml_dtypes
 import numpy as np
 import pytest
+from exhaustive import exhaustive
 from together import together
 from tool_module import tool_module
 
@@ -323,13 +324,14 @@ def test_arguments_that_make_no_sense(arguments, text, capsys):
     assert text in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("seconds", [0.1, *exhaustive([1.0])])
 @pytest.mark.parametrize("name", ADAPTERS)
-def test_every_drawn_array_is_equal(name):
+def test_every_drawn_array_is_equal(name, seconds):
     """An installed producer gives equal results, or reports why it cannot be imported on a CPU.
 
     A producer that is not installed is reported as missing.
     """
-    result = run.run(ADAPTERS[name], fp4kit.recipes(), 1.0, seed=0)
+    result = run.run(ADAPTERS[name], fp4kit.recipes(), seconds, seed=0)
     if result.reason:
         try:
             version = run.find(ADAPTERS[name])[0]
