@@ -411,9 +411,10 @@ def quantize_matrix(
     options: specification.EncodeOptions,
 ) -> None:
     """Quantize a matrix x (M, K), and write its codes into packed and its block scales into scales."""
-    tensor, factors = tensor_scale(amax, recipe, x.dtype).columns(recipe), None
+    tensor, factors = tensor_scale(amax, recipe, x.dtype).columns(recipe, x.shape[1]), None
     if recipe.tensor_scaling == "block":
-        factors = tensor.decode if recipe.apply == "divide" else tensor.encode
+        factors, amax = tensor.decode if recipe.apply == "divide" or recipe.levels else tensor.encode, tensor.amax
+        factors = np.broadcast_to(factors, (len(x), x.shape[1] // recipe.block_size))
         tensor = TensorScale(*(part[:1, :1] for part in tensor))
     r = with_row_blocks(recipe)
     for tile in _encode(x, r, kernels_of(r), packed, scales, options, tensor, factors):
@@ -434,7 +435,7 @@ def fake_matrix(
 ) -> None:
     """Fake-quantize a matrix by codes, as host.engine.fake_matrix does without; that one computes the other tiles."""
     kernels = kernels_of(r)._replace(kept=tuple(faked_factors(r, dtype) for dtype in INPUTS))
-    tensor = tensor_scale(None, r, x.dtype).columns(r)
+    tensor = tensor_scale(None, r, x.dtype).columns(r, x.shape[1])
     for rows in _row_slices(x.shape):
         part, amax = x[rows], None if amaxes[1] is None else amaxes[1][rows]
         widths = r.element.packing.length(x.shape[1]), x.shape[1] // r.block_size * r.scale_bytes
@@ -463,7 +464,7 @@ def encode_matrix(
     for part in _row_slices(x.shape, height):
         elements, codes, given = x[part], packed[part], None if scales is None else scales[part]
         of_rows = TensorScale(*(a[part] if a.ndim and len(a) > 1 else a for a in map(np.asarray, tensor))).columns(
-            recipe
+            recipe, x.shape[1]
         )
         cut = cut_options(options, part, slice(0, x.shape[1]), recipe)
         factors = _given_factors(elements, recipe, of_rows, given, options.hadamard)
@@ -575,6 +576,8 @@ def tensor_amax(x: np.ndarray, r: Recipe, mask: int | None) -> np.ndarray | None
         if largest(x[rows], blocks, size, height) is None:
             return None
         per_row = spread_rows(blocks, r, rows.stop - rows.start)
+        if r.levels:
+            per_row = np.maximum.reduceat(per_row, np.arange(0, per_row.shape[1], r.tensor_columns // size), axis=1)
         parts.append(per_row if r.tensor_scaling == "block" else blocks.max(axis=1))
     return np.concatenate(parts)
 
@@ -667,7 +670,7 @@ def dequantize_matrix(
     packed: np.ndarray, scales: np.ndarray | None, recipe: Recipe, tensor: TensorScale, out: np.ndarray
 ) -> None:
     """Decode the packed codes of a matrix, and write the values into out (M, K), rounded to the dtype of out."""
-    parts = np.broadcast_arrays(*tensor.columns(recipe))
+    parts = np.broadcast_arrays(*tensor.columns(recipe, out.shape[1]))
     tensor = TensorScale(*(np.ascontiguousarray(part, np.float32) for part in parts))
     # The library needs rows of contiguous bytes.
     packed = packed if packed.strides[-1] == 1 else np.ascontiguousarray(packed)

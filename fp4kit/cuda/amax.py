@@ -40,6 +40,11 @@ def tensor_amax(call: Call, x: Any, columnwise: bool = False) -> Any:
 def computed_tensor_amax(x: Any, r: Recipe, mask: int | None = None) -> Any:
     """Compute the tensor amaxes of contiguous x."""
     shape = tensor_amax_shape(x.shape, r)
+    if r.levels and x.size and x.shape[-1] % r.tensor_columns:  # the last outer block of a row is incomplete
+        blocks, count = x.shape[-1] // r.block_size, r.tensor_columns // r.block_size
+        amaxes = imports.cupy().zeros((x.size // x.shape[-1], shape[-1] * count), np.float32)
+        amaxes[:, :blocks] = matrix.amax(*block_amax_operands(x, r), mask).reshape(-1, blocks)
+        return matrix.amax(amaxes.reshape(-1, count), by_row=True).reshape(shape)
     if not has_tall_scales(r):
         return matrix.amax(*tensor_amax_operands(x, r), mask).reshape(shape)
     rows, blocks = x.shape[-2] if x.ndim > 1 else 1, shape[-1]
@@ -71,7 +76,7 @@ def tensor_amax_operands(x: Any, r: Recipe) -> AmaxOperands:
     if r.tensor_scaling not in ("row", "block"):
         return x, matrix.COUNTED[r.amax_nan], False
     if r.tensor_scaling == "block":
-        return block_amax_operands(x, r)
+        return x.reshape(x.size // r.tensor_columns, r.tensor_columns), _COUNTED_BY_ROW[r.amax_nan], True
     return x.reshape(prod(x.shape[:-1]), x.shape[-1]), _COUNTED_BY_ROW[r.amax_nan], True
 
 

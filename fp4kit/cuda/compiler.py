@@ -327,6 +327,7 @@ GROUPED = {
     "fake_ms_eden": GroupedEntry(_QUANTIZE, "fake_ms_eden<R, Input, {}>(a, grid)"),
     "fake_quantize": GroupedEntry(_QUANTIZE, "fake_quantize<R, Input, {}>(a, grid)"),
     "quantize_hif4": GroupedEntry(_QUANTIZE, "quantize_hif4<R, Input, {}>(a, grid)"),
+    "quantize_dual": GroupedEntry(_QUANTIZE, "quantize_dual<R, Input, {}>(a, grid)"),
     "quantize": GroupedEntry("QuantizeArguments a", "quantize<R, Input, {}>(a, grid)", _EMPTY),
     "quantize_tile": GroupedEntry(
         _QUANTIZE, "quantize_tile<R, Input, {}>(a, grid)", _EMPTY, include="quantize_tile.cuh"
@@ -436,6 +437,7 @@ def _recipe_facts(r: Recipe) -> dict[str, object]:
     """Return the constants of the C++ struct R that depend only on the recipe, as {"type name": value}."""
     return {
         "int kBlock": r.block_size if r.block else 16,
+        "int kTensorColumns": r.tensor_columns if r.block else 16,
         "int kBlockRows": r.block_rows,
         "int kScaleMax": r.scale_max,
         "u32 kNanCode": r.element.nan_code if r.nan_code is None else r.nan_code,
@@ -505,7 +507,7 @@ def recipe_struct(
         formats.append(format_struct(E2M1, "FloatFormat"))
     chooses = r.block_rule is None or BLOCK_RULES[r.block_rule].chooses
     block_rule, fake_rule = "none" if chooses else r.block_rule, r.fake_rule
-    if r.levels:  # the fake rules of HiF4 are HiFloat4's, whatever the block rule is
+    if r.block_rule and BLOCK_RULES[r.block_rule].whole:  # the fake rules of HiF4 are HiFloat4's
         block_rule, fake_rule = ("hif4", fake_rule) if fake and fake_rule else (block_rule, "hif4")
     names = [
         "using Element = ElementFormat;",

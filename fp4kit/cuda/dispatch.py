@@ -178,8 +178,16 @@ def _takes_fake(request: LaunchRequest) -> bool:
 
 
 def _takes_hif4(request: LaunchRequest) -> bool:
-    """Return True if the kernel quantize_hif4 supports a request: by rows, for a recipe with several levels."""
-    return bool(request.recipe.levels) and not (request.columns or request.scaled)
+    """Return True if the kernel quantize_hif4 supports a request: by rows, for HiF4."""
+    r = request.recipe
+    return bool(r.levels) and r.tensor_rule is None and not (request.columns or request.scaled)
+
+
+def _takes_dual(request: LaunchRequest) -> bool:
+    """Return True if the kernel quantize_dual supports a request: by rows, for dual-level MXFP4."""
+    r = request.recipe
+    fits = r.tensor_rule == "msmodelslim" and r.block_size in FAKE_BLOCKS
+    return fits and not (request.columns or request.scaled)
 
 
 def _takes_noise(request: LaunchRequest) -> bool:
@@ -425,8 +433,9 @@ def _threads_grid(request: LaunchRequest, device: Device, unit: int) -> int:
 # ---- the table of kernels ----
 
 KERNEL_CHOICES = (
-    # For HiF4, whose scales have several levels.
+    # For HiF4 and dual-level MXFP4, whose scales have several levels.
     KernelChoice("quantize_hif4", _takes_hif4, _hif4_grid),
+    KernelChoice("quantize_dual", _takes_dual, lambda w, d: _threads_grid(w, d, SCALED_RUN)),
     # For stochastic rounding by noise (ComfyUI, MSLK), which no other kernel computes.
     KernelChoice("quantize_stochastic", _takes_noise, lambda w, d: _threads_grid(w, d, w.recipe.block_size)),
     # For the fake rules of fouroversix's MS-EDEN, which correct the scales of several blocks together.
@@ -458,7 +467,7 @@ def find_kernel(request: LaunchRequest) -> KernelChoice | None:
     """Return the first kernel in KERNEL_CHOICES that supports a request, or None if no kernel does."""
     if unsupported(request.recipe) or needs_search(request) or (adds_noise(request) and not _takes_noise(request)):
         return None
-    choices = KERNEL_CHOICES[:1] if request.recipe.levels else KERNEL_CHOICES
+    choices = KERNEL_CHOICES[:2] if request.recipe.levels else KERNEL_CHOICES
     return next((choice for choice in choices if choice.takes(request)), None)
 
 
@@ -494,6 +503,8 @@ def _reasons(request: LaunchRequest) -> Iterator[tuple[bool, str]]:
         needed = f"scales computed from x, and blocks of one row and a multiple of {NOISE_RUN} columns"
         where = "under given scales" if request.scaled else f"in {blocks}"
         yield True, f"{rounding} {where} has {none} {needed}; {ON_THE_CPU}"
+    needed = "one row of 16, 32, 64, 128, 256 or 512 columns"
+    yield r.tensor_rule == "msmodelslim", f"{blocks} by {r.id} have {none} {needed}; {ON_THE_CPU}"
     needed = f"a multiple of {EDEN_RUN} columns, and amax_nan 'ignore' or 'propagate'"
     yield fake_unit(r) > 1, f"{blocks} by {r.id} have {none} {needed}; {ON_THE_CPU}"
     what = "amax_nan='lanes'" if r.amax_nan == "lanes" else blocks

@@ -67,7 +67,7 @@ def tensor_amax_launches(
     xs: Sequence[Any], outs: Sequence[Any], r: Recipe, mask: int | None = None
 ) -> Sequence[Callable[[], None]]:
     """Return functions that compute the tensor amaxes of arrays: one prepared launch per dtype."""
-    if has_tall_scales(r):
+    if has_tall_scales(r) or any(x.shape[-1] % r.tensor_columns for x in xs):
         return [partial(_write_tensor_amax, x, out, r, mask) for x, out in zip(xs, outs, strict=True)]
     operands = [(tensor_amax_operands(x, r), out.shape) for x, out in zip(xs, outs, strict=True)]
     return amax_launches(operands, outs, mask)

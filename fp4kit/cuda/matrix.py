@@ -140,7 +140,7 @@ def dequantize_launch(
     """Return the prepared launch that dequantizes matrices of a shape (rows, columns)."""
     rows, columns = shape
     check_count(rows * columns)
-    if layout == "linear" and r.tensor_scaling != "row":
+    if layout == "linear" and r.tensor_scaling != "row" and r.tensor_columns == r.block_size:
         rows, columns = 1, rows * columns
     has_entries = r.scale == E4M3 or (r.scale is not None and is_same(r.element, E2M1))
     prepares_tables = (

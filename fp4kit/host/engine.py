@@ -314,7 +314,7 @@ def fake_matrix(
     """Fake-quantize a matrix by r.fake_rule, and write the result to `values`. amaxes: of the tensor, of blocks."""
     rule, (amax, block_amax) = FAKE_RULES[r.fake_rule or ""], amaxes
     with untraced():  # fake rules use only the amax, so these scales are no steps
-        tensor, size = tensor_scale(amax, r, x.dtype).columns(r), r.block_size
+        tensor, size = tensor_scale(amax, r, x.dtype).columns(r, x.shape[1]), r.block_size
     for rows, columns in tiles(x.shape, r.block):
         tile = np.ascontiguousarray(x[rows, columns], np.float32)
         cut = slice(columns.start // size, columns.stop // size)

@@ -1,13 +1,10 @@
-"""Define the recipes of producers for Ascend NPUs: HiFloat4 and AMCT (HiF4), and msmodelslim (dual-level MXFP4).
-
-Only the specification computes those with Recipe.specification_only.
-"""
+"""Define the recipes of producers for Ascend NPUs: HiFloat4 and AMCT (HiF4), and msmodelslim (dual-level MXFP4)."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from fp4kit.formats import E1M2, E2M1, E6M2, E8M0, MXFP4, MXFP8_E4M3, NVFP4, ElementFormat
+from fp4kit.formats import E1M2, E6M2, MXFP4, MXFP8_E4M3, NVFP4, ElementFormat
 from fp4kit.recipes.schema import HIF4_LEVELS, Level, Made, Recipe, of_format, producer, variant
 
 _HIF4: dict[str, Any] = {
@@ -83,15 +80,10 @@ def msmodelslim() -> Made:
         exact += ". Infinite values have the largest code, as casts of PyTorch give it since 2.13" * (fmt is MXFP8_E4M3)
         yield of_format(fmt, id, f"{usual}{text} fake_rule=mx_msmodelslim", source=source, exact=exact)
     for columns in (512, 64):
-        yield Recipe(
-            id="mxfp4-msmodelslim-dual" + f"-{columns}" * (columns != 512),
-            element=E2M1,
-            scale=E8M0,
-            block=(1, 32),
-            block_rule="e8m0_msmodelslim",
-            tensor_scaling="block",
-            tensor_rule="msmodelslim",
-            decode_rule="e8m0_levels",
+        yield of_format(
+            MXFP4,
+            "mxfp4-msmodelslim-dual" + f"-{columns}" * (columns != 512),
+            f"{usual}{of_fp4} tensor_scaling=block tensor_rule=msmodelslim decode_rule=e8m0_levels",
             levels=(Level(columns, "float32"), Level(32, "E8M0")),
             source=f"{source}, dual scale",
             exact=f"codes and the scales of both levels, with dual_scale blocks of {columns}",

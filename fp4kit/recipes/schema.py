@@ -113,7 +113,7 @@ _SPECIFIED = (
     *("Quantized", "from_parts", "compare_recipes", "explain", "plot.block", "plot.error_against_scale"),
 )
 # The operations that work for recipes with levels that all engines compute
-_WITH_LEVELS = (*_SPECIFIED, "GroupedPlan", "source", "kernels")
+_WITH_LEVELS = (*_SPECIFIED, "GroupedPlan", "source", "kernels", "tensor_amax")
 # The operations that work for a Quantized with several levels of scales
 _LEVELED = ("dequantize", "Quantized", "equals", "compare", "statistics", "identify", "plot.histogram")
 
@@ -321,9 +321,11 @@ class Recipe:
     def specification_only(self) -> bool:
         """True if only the specification computes the recipe, on arrays in host memory.
 
-        It is False for HiF4: recipes with E6M2 scales per 64 elements, and exponent bits per 8 and 4 elements.
+        It is False for HiF4 (E6M2 scales per 64 elements, and exponent bits per 8 and 4 elements) and for msmodelslim's
+        dual-level MXFP4.
         """
-        other_levels = bool(self.levels) and (self.is_custom or self.levels != HIF4_LEVELS)
+        has_rules = self.tensor_rule == "msmodelslim" or (self.levels == HIF4_LEVELS and not self.is_custom)
+        other_levels = bool(self.levels) and not has_rules
         return other_levels or (bool(self.search) and rules.SEARCHES[self.search].whole_array)
 
     @property

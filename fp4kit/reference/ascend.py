@@ -11,7 +11,7 @@ from typing import NamedTuple
 import ml_dtypes
 import numpy as np
 
-from fp4kit.formats import E4M3, E6M2, E8M0, ElementFormat
+from fp4kit.formats import E4M3, E6M2, ElementFormat
 from fp4kit.recipes import Recipe
 from fp4kit.reference.arith import ONE, ZERO, Array, Dtype, round_to, sum_lanes
 from fp4kit.reference.codec import block_amax, joined_scales, powers_of, show
@@ -320,14 +320,8 @@ SCALED: dict[str, Callable[[Array, Array, Recipe, Dtype], Scaled]] = {
 }
 
 
-def scaled_msmodelslim(blocks: Array, outer: Array, r: Recipe, dtype: Dtype, amax: Array | None = None) -> Scaled:
-    """Return msmodelslim's blocks. outer: the float32 scale of each block, by which dual-level MXFP4 divides first.
-
-    amax: the amaxes of the blocks; None computes them.
-    """
-    if r.levels:
-        blocks, dtype = show(f"element / scale per {r.tensor_columns}", blocks / outer[..., None]), FLOAT32
-        amax = None if amax is None else amax / outer
+def scaled_msmodelslim(blocks: Array, r: Recipe, dtype: Dtype, amax: Array | None = None) -> Scaled:
+    """Return msmodelslim's blocks. amax: their amaxes; None computes them."""
     name = "amax of the searched scale" if r.search else "block amax"
     amax = show(name, np.abs(blocks).max(-1) if amax is None else amax)
     return SCALED[str(r.block_rule)](blocks, amax, r, dtype)
@@ -335,7 +329,7 @@ def scaled_msmodelslim(blocks: Array, outer: Array, r: Recipe, dtype: Dtype, ama
 
 def mx_msmodelslim(x: Array, r: Recipe, tensor_amax: Array | None, amax: Array | None, dtype: Dtype) -> Array:
     """Fake-quantize x as msmodelslim does: element values times powers of two that are rounded to dtype."""
-    return scaled_msmodelslim(x.reshape(len(x), -1, r.block_size), ONE, r, dtype, amax).decoded(dtype).reshape(x.shape)
+    return scaled_msmodelslim(x.reshape(len(x), -1, r.block_size), r, dtype, amax).decoded(dtype).reshape(x.shape)
 
 
 def scale_bytes(exponent: Array) -> Array:
@@ -350,24 +344,3 @@ def inverse_power(exponent: Array, dtype: Dtype) -> Array:
     """
     power = round_to(power_of_two(exponent), dtype)
     return np.where(power == 0, np.float32(2.0**127), ONE / power)
-
-
-def quantize_whole(
-    blocks: Array, outer: Array, r: Recipe, dtype: Dtype, amax: Array | None = None
-) -> tuple[Array, Array]:
-    """Return codes (m, blocks, block) and scale bytes (m, blocks * r.scale_bytes) by a rule that makes both.
-
-    msmodelslim stores byte 0 for an exponent that is NaN. Codes of NaN have the sign bit, as x86-64 gives it. Infinite
-    values get the largest code, as casts of PyTorch give it since 2.13.
-    """
-    if r.scale == E6M2:
-        return quantize_hif4(blocks, r, amax)
-    found, e = scaled_msmodelslim(blocks, outer, r, dtype, amax), r.element
-    scales = show("block scale", scale_bytes(found.exponent), E8M0)
-    size = np.where(np.isnan(found.values), ZERO, np.minimum(np.abs(found.values), np.float32(e.max)))
-    codes = np.searchsorted(e.magnitudes, size).astype(np.uint8)
-    if e.specials != "none":
-        codes = np.where(np.isnan(found.values), np.uint8(e.nan_code), codes)
-    negative = np.signbit(found.values) | np.isnan(found.values)
-    codes = codes | np.where(negative, np.uint8(e.sign_bit), np.uint8(0))
-    return show("code", codes, e), scales

@@ -200,7 +200,8 @@ def dequantize_matrix(packed: Array, scales: Array | None, recipe: Recipe, tenso
         tensor: the result of stored_tensor_scale.
         out: float32, float16 or bfloat16 (M, K).
     """
-    recipe, tensor, packing = decoding(recipe, out.dtype), tensor.columns(recipe), recipe.element.packing
+    tensor, packing = tensor.columns(recipe, out.shape[1]), recipe.element.packing
+    recipe = decoding(recipe, out.dtype)
     for rows, columns in tiles(out.shape, recipe.block):
         codes = packing.unpack(packed[rows, packing.length(columns.start) : packing.length(columns.stop)])
         blocks = slice(columns.start // recipe.block_size, columns.stop // recipe.block_size)

@@ -15,7 +15,7 @@ from fp4kit.formats import E8M0, ElementFormat, IntegerOrFloat, Packing, PairedM
 from fp4kit.recipes import Recipe, rules
 from fp4kit.recipes.schema import encodes_first
 from fp4kit.reference.arith import Array, Dtype, multiply_ftz, reciprocal_or_zero, round_to
-from fp4kit.reference.ascend import quantize_whole
+from fp4kit.reference.ascend import quantize_hif4
 from fp4kit.reference.block_rules import BLOCK_RULES
 from fp4kit.reference.codec import (
     TILE_ELEMENTS,
@@ -119,12 +119,13 @@ def quantize_tile(
     - "divide": x / f is encoded.
     - "compare": the code is chosen whose value * f is nearest to x. With random numbers, x / f is encoded instead.
 
-    There are four exceptions:
+    There are five exceptions:
 
     - A 4over6 recipe tries two scales per block (see quantize_four_over_six).
     - IF4 tries two element formats per block (see quantize_if4).
-    - A rule of reference/ascend.py makes codes and scales together (see quantize_whole). Scales are then the bytes of
-      block_scale, (m, k / block * recipe.scale_bytes).
+    - A rule of HiF4 makes codes and scales together (see quantize_hif4). Scales are then the bytes of block_scale,
+      (m, k / block * recipe.scale_bytes).
+    - msmodelslim's dual-level MXFP4 first divides elements and amaxes by the outer scales, to float32.
     - If the recipe has no block scales, None is returned for the scale codes, and f is the tensor scale.
 
     Codes are uint8, one per byte. The scale of a block of several rows is repeated for each row.
@@ -138,9 +139,13 @@ def quantize_tile(
     m, k = x.shape
     if recipe.block_rule is None:
         return encode_tile(x, recipe, tensor, dtype, None, random), None
+    if recipe.tensor_rule == "msmodelslim":
+        outer = np.repeat(np.broadcast_to(tensor.decode, (m, k // recipe.block_size)), recipe.block_size, axis=1)
+        x, dtype = show(f"element / scale per {recipe.tensor_columns}", x / outer), np.dtype(np.float32)
+        amax = None if amax is None else amax / tensor.decode
     blocks = x.reshape(m, -1, recipe.block_size)
-    if rules.BLOCK_RULES[recipe.block_rule].whole or recipe.tensor_rule == "msmodelslim":
-        codes, scales = quantize_whole(blocks, np.broadcast_to(tensor.decode, blocks.shape[:2]), recipe, dtype, amax)
+    if rules.BLOCK_RULES[recipe.block_rule].whole:
+        codes, scales = quantize_hif4(blocks, recipe, amax)
         return codes.reshape(m, k), scales
     amax = show("block amax", block_amax(x, recipe) if amax is None else amax)
     if isinstance(random, Noise):
@@ -348,7 +353,7 @@ def _tiles_of(
     x: Array, recipe: Recipe, tensor: TensorScale, packed: Array, options: EncodeOptions
 ) -> Iterator[tuple[Array, slice, slice, TensorScale, Any, Array]]:
     """Yield for each tile: its elements, rows, blocks, tensor scale, random numbers, and the place of its codes."""
-    tensor, packing = tensor.columns(recipe), recipe.element.packing
+    tensor, packing = tensor.columns(recipe, x.shape[1]), recipe.element.packing
     for rows, columns in tiles(x.shape, recipe.block):
         blocks = slice(columns.start // recipe.block_size, columns.stop // recipe.block_size)
         random = None if options.random is None else options.random.tile(rows, columns)
@@ -443,7 +448,7 @@ def partial_cast(
         tensor_amax: the amax of the whole matrix; None if the recipe has no tensor scale.
     """
     height, width = recipe.block or (1, 1)
-    tensor = tensor_scale(tensor_amax, recipe, shard.dtype).columns(recipe)
+    tensor = tensor_scale(tensor_amax, recipe, shard.dtype).columns(recipe, shape[1])
     row_recipe = replace(recipe, block=(1, width))
     for segment in segments(start, len(shard), shape[1]):
         padded, first = _padded(shard, segment, width)

@@ -262,7 +262,7 @@ def search_powers(x: Array, out: Array, amax: Array | None, search: Any) -> None
         search: the exponents to try and the loss.
     """
     r, terms = search.call.recipe, search.terms
-    tensor = tensor_scale(amax, r, x.dtype).columns(r)
+    tensor = tensor_scale(amax, r, x.dtype).columns(r, x.shape[1])
     for rows, columns in tiles(x.shape, r.block):
         tile, blocks = widen(x[rows, columns]), slice(columns.start // r.block_size, columns.stop // r.block_size)
         weights = None if terms.weights is None else _padded_to_fours(terms.weights[columns].reshape(-1, r.block_size))
@@ -533,7 +533,7 @@ def search_matrix(x: Array, out: Array, amax: Array | None, recipe: Recipe, hada
     amax: the tensor amax, or None if the recipe has no tensor scale.
     hadamard: the sign mask of a Hadamard transform that is applied to x first, or None.
     """
-    tensor, search = tensor_scale(amax, recipe, x.dtype).columns(recipe), SEARCHES[recipe.search]
+    tensor, search = tensor_scale(amax, recipe, x.dtype).columns(recipe, x.shape[1]), SEARCHES[recipe.search]
     for rows, columns in tiles(x.shape, recipe.block):
         tile = widen(x[rows, columns], hadamard)
         blocks = slice(columns.start // recipe.block_size, columns.stop // recipe.block_size)

@@ -45,14 +45,18 @@ class TensorScale(NamedTuple):
     decode: Array
     amax: Array
 
-    def columns(self, recipe: Recipe) -> TensorScale:
-        """Return the scales reshaped to matrices, so that `cut` can take the scales of a tile.
+    def columns(self, recipe: Recipe, length: int) -> TensorScale:
+        """Return the scales of a matrix (M, length) reshaped to matrices, so that `cut` can take the scales of a tile.
 
         The shape is (M, blocks) if every block has its own tensor scale, (M, 1) if every row has, and otherwise (1, 1).
+        Scales of outer blocks are repeated for each of their blocks, unless they have one entry per block already.
         """
         per_block, count = recipe.tensor_scaling == "block", recipe.tensor_columns // recipe.block_size
-        parts = (p if per_block and np.ndim(p) == 2 else np.reshape(p, (-1, 1)) for p in self)
-        return TensorScale(*(np.repeat(p, count, axis=1) if count > 1 and p.size > 1 else p for p in parts))
+        parts, blocks = [], length // recipe.block_size
+        for p in (p if per_block and np.ndim(p) == 2 else np.reshape(p, (-1, 1)) for p in self):
+            is_outer = count > 1 and p.size > 1 and p.shape[1] != blocks
+            parts.append(np.repeat(p, count, axis=1)[:, :blocks] if is_outer else p)
+        return TensorScale(*parts)
 
     def cut(self, rows: slice, blocks: slice) -> TensorScale:
         """Return the part of the scales that belongs to a tile: the rectangle of these rows and blocks.

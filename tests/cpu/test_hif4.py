@@ -1,4 +1,4 @@
-"""Test HiF4, whose scales have several levels, on the compiled engine against the specification."""
+"""Test recipes with several levels of scales, HiF4 and dual-level MXFP4, on the compiled engine against the specification."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from hif4_inputs import CODED, COMPILED, OTHER_LEVELS, VARIANTS, drawn
 
 import fp4kit
 from fp4kit.formats import FLOATS
+from fp4kit.recipes import ALL_RECIPES
 
 pytestmark = NEEDS_ENGINE
 
@@ -65,18 +66,20 @@ def test_finite_elements_are_done_by_the_engine(id, monkeypatch):
     """The engine computes finite elements itself. Otherwise the tests would compare the specification with itself."""
     as_large_ones(monkeypatch)
     for dtype in FLOATS:
-        x = np.random.default_rng(0).normal(size=(64, 128)).astype(dtype)
+        unit = ALL_RECIPES[id].cut_multiple
+        x = np.random.default_rng(0).normal(size=(64, 2 * unit + 64)).astype(dtype)
         with counted(monkeypatch) as shapes:
             fp4kit.fake_quantize(x, id)
             if id in CODED:
                 q = fp4kit.quantize(x, id)
-                q[3:50, 64:].dequantize(), q.dequantize()
+                q[3:50, unit:].dequantize(), q.dequantize()
         assert shapes == [], dtype
 
 
 @pytest.mark.parametrize("id", half(COMPILED))
 def test_outputs_and_groups(id):
-    xs = [drawn(seed, (40, 512), FLOATS[seed % 3], seed != 2) for seed in range(5)]
+    unit = ALL_RECIPES[id].cut_multiple
+    xs = [drawn(seed, (40, 1088), FLOATS[seed % 3], seed != 2) for seed in range(5)]
     agree(fp4kit.fake_quantize_grouped, xs, id)
     if id not in CODED:
         return
@@ -87,8 +90,8 @@ def test_outputs_and_groups(id):
         agree(fp4kit.quantize, x, id, hadamard=True)
         q, out = fp4kit.quantize(x, id), fp4kit.quantize(-x, id)
         assert fp4kit.quantize(x, id, out=out) is out and out.equals(q)
-        part = agree(fp4kit.dequantize, q[5:30, 64:320])
-        assert np.array_equal(part, q.dequantize()[5:30, 64:320], equal_nan=True)
+        part = agree(fp4kit.dequantize, q[5:30, unit : 2 * unit])
+        assert np.array_equal(part, q.dequantize()[5:30, unit : 2 * unit], equal_nan=True)
         values = np.empty(x.shape, x.dtype)
         assert fp4kit.dequantize(q, out=values) is values
         assert np.array_equal(values, q.dequantize(), equal_nan=True)

@@ -1,4 +1,4 @@
-"""Test HiF4, whose scales have several levels: CuPy arrays give the bytes of the CPU."""
+"""Test recipes with several levels of scales, HiF4 and dual-level MXFP4: CuPy arrays give the bytes of the CPU."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from on_gpu import ON_GPU, agree, check, cupy, differing
 
 import fp4kit
 from fp4kit.formats import FLOATS
+from fp4kit.recipes import ALL_RECIPES
 
 pytestmark = ON_GPU
 
@@ -26,7 +27,8 @@ def test_drawn_arrays(seed, dtype, id):
         agree(fp4kit.quantize_grouped, [x, x[:5], x[:0], x[3:]], id)
         for target in FLOATS:
             agree(fp4kit.dequantize, fp4kit.quantize(x, id), target)
-        assert differing(q[2:9, 128:640].dequantize(), fp4kit.quantize(x, id)[2:9, 128:640].dequantize()) == 0
+        columns = slice(unit := ALL_RECIPES[id].cut_multiple, 2 * unit)
+        assert differing(q[2:9, columns].dequantize(), fp4kit.quantize(x, id)[2:9, columns].dequantize()) == 0
 
 
 @pytest.mark.parametrize("r", VARIANTS, ids=lambda r: r.id)
@@ -38,7 +40,7 @@ def test_variants(r):
             check(x, r)
 
 
-@pytest.mark.parametrize("id", ["hif4-amct", "hifx5-hifloat4"])
+@pytest.mark.parametrize("id", ["hif4-amct", "hifx5-hifloat4", "mxfp4-msmodelslim-dual", "mxfp4-msmodelslim-dual-64"])
 def test_axes_outputs_and_unaligned_memory(id):
     x = drawn(9, (2, 64, 192), FLOATS[0], False)
     agree(fp4kit.quantize, x, id, axis=1)

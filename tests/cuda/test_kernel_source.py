@@ -373,8 +373,8 @@ def test_wrong_arguments(arguments, options, error, message):
 def test_kernels_of_a_recipe_that_has_none():
     with pytest.raises(ValueError, match="axis 1 has length 100; nvfp4-te needs a multiple of 16"):
         fp4kit.cuda.kernels("nvfp4-te", shape=(4, 100))
-    with pytest.raises(NotImplementedError, match="mxfp4-msmodelslim-dual"):
-        fp4kit.cuda.kernels("mxfp4-msmodelslim-dual")
+    with pytest.raises(NotImplementedError, match="own is computed by the specification alone"):
+        fp4kit.cuda.kernels(fp4kit.custom_recipe("own", fp4kit.formats.E2M1, levels=[(512, "float32"), (32, "E8M0")]))
 
 
 @pytest.mark.parametrize(

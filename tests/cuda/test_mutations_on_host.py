@@ -161,11 +161,12 @@ def scale_of_nothing() -> None:
 
 
 def hif4() -> None:
-    """Assert that GPU and CPU give equal codes, scales and values of HiF4."""
-    for id in ("hif4-amct", "hifx5-hifloat4"):
+    """Assert that GPU and CPU give equal codes, scales and values of HiF4 and dual-level MXFP4."""
+    for id in ("hif4-amct", "hifx5-hifloat4", "mxfp4-msmodelslim-dual"):
         x = drawn(0, (23, 1216), F32)
         gpu, cpu = (fp4kit.quantize(a, id) for a in (cupy.asarray(x), x))
         assert differing(gpu.packed, cpu.packed) + differing(gpu.block_scale, cpu.block_scale) == 0, DIFFERS
+        assert gpu.tensor_scale is None or differing(gpu.tensor_scale, cpu.tensor_scale) == 0, DIFFERS
         assert differing(gpu.dequantize(), cpu.dequantize()) == 0, DIFFERS
         assert differing(fp4kit.fake_quantize(cupy.asarray(x), id), cpu.dequantize()) == 0, DIFFERS
     for id, dtype in (("hif4-hifloat4-native", F16), ("hif4-hifloat4-numpy", F32)):
@@ -303,6 +304,16 @@ FAULTS: list[tuple[str, str, str, str, Any]] = [
     ("quantize_hif4.cu", "a bit of the wrong group", "largest[g ^ 1]", "largest[g]", hif4),
     ("quantize_hif4.cu", "codes of NaN", "words[i] &= kSigns", "words[i] &= ~0u", hif4),
     ("quantize_hif4.cu", "specials that count", "drop_specials(x);", "", hif4),
+    ("quantize_dual.cu", "a scale of another outer block", "+ column / R::kTensorColumns", "+ outers - 1u", hif4),
+    ("quantize_dual.cu", "an amax of half of a block", "lane < kLanes", "lane < 1", hif4),
+    (
+        "quantize_dual.cu",
+        "outer scales that are not stored",
+        "if (column % R::kTensorColumns == 0u)",
+        "if (run == 0u)",
+        hif4,
+    ),
+    ("dequantize.cu", "a scale of another outer block", "+ block / kCount;", "+ block;", hif4),
     ("hif4.cuh", "operations that are not rounded", "return round_to<In>(x);", "return x;", hif4),
     ("hif4.cuh", "float32 instead of float64", "using Number = double;", "using Number = float;", hif4),
     ("dequantize.cu", "a bit of another group", "(15u - i / kHif4Inner)", "(15u - (i / kHif4Inner ^ 1u))", hif4),

@@ -214,6 +214,8 @@ WRONG = [  # (recipe, the replaced fields, the error, its text after "Recipe <id
     ("mxfp4-ocp", {"fake_rule": "mx_msmodelslim"}, V, "needs 'e8m0_msmodelslim' or 'e8m0_msmodelslim_ceil_x'"),
     ("mxfp8-msmodelslim", {"sign": "unscaled"}, V, "'mx_msmodelslim' needs 'negative' for elements E4M3"),
     ("mxfp4-msmodelslim-dual", {"fake_rule": "mx_msmodelslim"}, V, "needs no levels of scales"),
+    ("mxfp4-msmodelslim-dual", {"rounding": "rn"}, V, "rounding is 'rn'; needs 'rnas' with tensor_rule 'msmodelslim'"),
+    ("mxfp4-msmodelslim-dual", {"static": True}, V, "static is True; needs False with tensor_rule 'msmodelslim'"),
     ("mxfp4-msmodelslim", {"element": E3M0}, V, "element is E3M0; block_rule 'e8m0_msmodelslim' needs E2M1"),
     ("mxfp4-msmodelslim", {"rounding": "rn"}, V, "fake_rule 'mx_msmodelslim' needs 'rnas'"),
     ("hif4-amct", {"block": (1, 12), "levels": ((12, "E6M2"), (4, "exponent1"))}, V, "needs a multiple of 8 columns"),
@@ -321,13 +323,11 @@ def test_names_of_rules_are_those_of_the_kernels():
     text = "\n".join(path.read_text() for path in compiler.files(compiler.SOURCES).values())
     structs = set(re.findall(r"^struct (\w+)", text, re.MULTILINE))
     parts = {kind: set(re.findall(rf"^struct {kind}_(\w+) ", text, re.MULTILINE)) for kind in ("block", "tensor")}
-    compiled = {*rules.TENSOR_RULES, "none"} - {"msmodelslim"}
     blocks = {name for name, rule in rules.BLOCK_RULES.items() if not rule.chooses}
-    assert parts == {"block": {*blocks, "none"}, "tensor": compiled}
+    assert parts == {"block": {*blocks, "none"}, "tensor": {*rules.TENSOR_RULES, "none"}}
     assert {f"fake_{name}" for name, rule in rules.FAKE_RULES.items() if rule.unit == 1} <= structs
-    compiled = {name: rule for name, rule in rules.DECODE_RULES.items() if not rule.levels}
-    assert {f"decode_{name}" for name in compiled} <= structs
-    for name, rule in compiled.items():
+    assert {f"decode_{name}" for name in rules.DECODE_RULES} <= structs
+    for name, rule in rules.DECODE_RULES.items():
         (struct,) = re.findall(rf"^struct decode_{name}\b.*?^}};", text, re.MULTILINE | re.DOTALL)
         assert ("kNeedsAmax = true" in struct) == rule.needs_amax
 

@@ -1,4 +1,4 @@
-"""Provide recipes and arrays for tests of HiF4 on the compiled engines."""
+"""Provide recipes with levels of scales (HiF4, dual-level MXFP4), and arrays, for tests of the compiled engines."""
 
 from __future__ import annotations
 
@@ -8,15 +8,26 @@ import numpy as np
 
 import fp4kit
 from fp4kit.formats import ElementFormat
+from fp4kit.recipes import Recipe
 from fp4kit.recipes.schema import HIF4_LEVELS
 from fp4kit.recipes.table import ALL_RECIPES
 
-COMPILED = [id for id, r in ALL_RECIPES.items() if r.levels == HIF4_LEVELS and not r.specification_only]
+
+def dual(id: str, columns: int, block: int) -> Recipe:
+    """Return msmodelslim's dual-level MXFP4 with other sizes."""
+    r = fp4kit.recipe("mxfp4-msmodelslim-dual")
+    return replace(r, id=id, block=(1, block), levels=((columns, "float32"), (block, "E8M0")))
+
+
+COMPILED = [id for id, r in ALL_RECIPES.items() if r.levels and not r.specification_only]
 CODED = [id for id in COMPILED if not ALL_RECIPES[id].fake_only]
 VARIANTS = [
     replace(fp4kit.recipe("hif4-hifloat4"), id="codes-and-native-values", fake_rule="hif4_native"),
     replace(fp4kit.recipe("hif4-amct"), id="native-values", fake_rule="hif4_native", fake_only=True),
     replace(fp4kit.recipe("hif4-hifloat4"), id="six-bits", element=ElementFormat("E1M1", 1, 6, 1)),
+    dual("dual-96", 96, 32),
+    dual("dual-128", 128, 64),
+    dual("dual-wide", 4096, 16),
 ]
 OTHER_LEVELS = [
     replace(fp4kit.recipe("hif4-amct"), id="other-levels", levels=((64, "E6M2"), (16, "exponent1"), (4, "exponent1"))),

@@ -205,7 +205,7 @@ def group(place: Place, call: KernelCall) -> list[Any]:
 
     The last element of each of the three is its largest.
     """
-    width = 144 + -144 % call.recipe.length_multiple
+    width = 144 + -144 % call.recipe.cut_multiple
     others = [ordinary(4 + i, shape, call.dtype) for i, shape in enumerate(((33, 64), (1, 128), (64, width)))]
     for x in others:
         x[-1, -1] = 100
@@ -358,6 +358,10 @@ KINDS = [
     call_of(dequantize_without_amax, "nvfp4-flashinfer"),
     call_of(quantize, "hif4-amct", F32, misaligned=True),
     call_of(quantize_grouped, "hifx5-hifloat4"),
+    call_of(quantize, "mxfp4-msmodelslim-dual", F32, misaligned=True, shape=(5, 1024)),
+    call_of(quantize_grouped, "mxfp4-msmodelslim-dual-64"),
+    call_of(fake_quantize, "mxfp4-msmodelslim-dual", shape=(5, 1024)),
+    call_of(dequantize_as_it_was, "mxfp4-msmodelslim-dual", F16, shape=(5, 1024)),
     call_of(fake_quantize, "hif4-hifloat4", F16),
     call_of(dequantize, "hif4-hifloat4"),
     call_of(dequantize_as_it_was, "hifx3-hifloat4", F32),

@@ -305,7 +305,7 @@ def _tensor_of(evidence: LayerEvidence, r: Recipe) -> TensorScale | None:
 def _code(amax: np.ndarray, tensor: TensorScale, r: Recipe, evidence: LayerEvidence) -> npt.NDArray[np.uint8]:
     """Return the scale codes that a recipe computes from block amaxes."""
     rule = BLOCK_RULES[r.block_rule or ""]
-    return np.asarray(rule.code(amax, tensor.columns(r), r, evidence.x.dtype)).view(np.uint8)
+    return np.asarray(rule.code(amax, tensor.columns(r, evidence.x.shape[1]), r, evidence.x.dtype)).view(np.uint8)
 
 
 MAX_ROWS = 512  # the largest number of rows from which factors are estimated

@@ -111,6 +111,28 @@ static bool decode_nibble_row(const u8* codes, const u8* scales, i64 count, i64 
   return is_done;
 }
 
+// Decode a row of codes as decode_row does, for the rule of dual-level MXFP4. Each block has a tensor scale, so tables of
+// values that include scales would serve one block only.
+template <class R, class Out>
+static bool decode_levels_row(const u8* codes, const u8* scales, i64 count, i64 size, const DecodeTables*,
+                              const TensorScales& tensors, i64 row, i64 block, void* values) {
+  alignas(16) u8 planes[64];
+  const u8 one = 127;
+  bool needs_fallback, is_done = true;
+  fill_block_tables<R, Float32>(&one, 1, {1.0f, 1.0f, 1.0f}, planes, &needs_fallback);
+  auto* out = static_cast<typename Input<Out>::Bits*>(values);
+  for (i64 i = 0, end = size; end <= count; end += size, ++block, ++scales) {
+    const auto scale = R::DecodeRule::template scale<R>(*scales, tensors.at(row, block));
+    is_done &= is_finite(scale);
+    for (; i < end; i += 16) {
+      u32 bits[16];
+      decode_nibbles(codes + i / 2, 16, planes, bits);
+      for (int j = 0; j < 16; ++j) out[i + j] = Input<Out>::narrow(R::DecodeRule::apply(float_of(bits[j]), scale));
+    }
+  }
+  return is_done;
+}
+
 // Store the bfloat16 values of `blocks` whole blocks of 32 one-byte codes, with one scale code per block, under the
 // tensor scale t. Return false if a block needs the fallback because of its scale, otherwise true. Codes of NaN and
 // infinity are not detected here; the caller must do that. Up to 64 blocks are decoded at a time: by

@@ -16,7 +16,7 @@
 //   x                            the matrix
 //   encode, decode, amax         the tensor scale, or one tensor scale per row if tensor_step is 1
 //   block_amax, factors          block amaxes and factors that come with the call, in rows that are block_step apart;
-//                                nullptr to compute them
+//                                nullptr to compute them. With a block rule, elements are first divided by `factors`
 //   min_factor, max_factor       blocks with factors outside of this range need the fallback; if min_factor is
 //                                negative, the minimum is -min_factor, and a factor of 0 is allowed too
 //   random                       one random byte per element, rows random_step apart; nullptr if not given
@@ -254,9 +254,24 @@ struct Encoder {
     return whole->encodes[call.input](x.data, amax, count, packed, scales);
   }
 
+  // Encode a panel of one row as encode_panel does, after its elements are divided by call.factors.
+  bool encode_divided(View<Bits> x, const Rectangle& panel) const {
+    if (amax_bits<In>(x, 1, panel.columns) >= Input<In>::kInfinity) return false;
+    u32 quotients[kPanelColumns];
+    const float* outer = call.factors + panel.row * call.block_step + panel.column / call.block;
+    for (i64 end = call.block, i = 0; end <= panel.columns; end += call.block, ++outer)
+      for (const float divisor = *outer; i < end; i += kRun)
+        for (int j = 0; j < kRun; ++j) quotients[i + j] = bits_of(Input<In>::value(x.data[i + j]) / divisor);
+    EncodeCall inner = call;
+    inner.input = kFloat32;
+    inner.factors = nullptr;
+    return Encoder<Float32>{inner}.encode_panel({quotients, 0}, panel);
+  }
+
   // Encode a panel: store its codes, and its scale codes if the call wants them. x.data[0] is the first element of the
   // panel. Return false if the panel needs the fallback, otherwise true.
   bool encode_panel(View<Bits> x, const Rectangle& panel) const {
+    if (call.factors && call.block_rule >= 0) return encode_divided(x, panel);
     float found[kMaxPanelBlocks], block_factors[kMaxPanelBlocks], run_factors[kMaxPanelBlocks],
         reciprocals[kMaxPanelBlocks], corrections[kMaxPanelBlocks];
     u8 codes[kMaxPanelBlocks];

@@ -363,16 +363,16 @@ def _stored_arrays(case: RecordedCase, skip: np.ndarray) -> Iterator[Compared]:
 def _scaled(case: RecordedCase) -> Scaled:
     """Return the exponents and values that msmodelslim computes for a case. Its codes and bytes hold fewer of them."""
     r, x = case.recipe, case.x.astype(np.float32)
-    blocks, outer = x.reshape(len(x), -1, r.block_size), np.asarray(ONE)
-    if r.levels:
-        outer = np.repeat(case.q.tensor_scale, r.tensor_columns // r.block_size, 1)[:, : blocks.shape[1]]
     with np.errstate(all="ignore"):
+        if r.levels:
+            x = x / np.repeat(case.q.tensor_scale, r.tensor_columns, 1)[:, : x.shape[1]]
+        blocks, dtype = x.reshape(len(x), -1, r.block_size), np.dtype(np.float32) if r.levels else case.x.dtype
         if r.search in CHOICES:
-            return CHOICES[r.search](blocks, np.abs(blocks).max(-1), r, case.x.dtype)
+            return CHOICES[r.search](blocks, np.abs(blocks).max(-1), r, dtype)
         if r.search:
             constant, amaxes = ceil_x_constant(case.x, r)
-            return msmodelslim_ceil_x(blocks, amaxes, r, case.x.dtype, constant)
-        return scaled_msmodelslim(blocks, outer, r, case.x.dtype)
+            return msmodelslim_ceil_x(blocks, amaxes, r, dtype, constant)
+        return scaled_msmodelslim(blocks, r, dtype)
 
 
 def _searched_arrays(case: RecordedCase) -> Iterator[Compared]:

@@ -170,7 +170,10 @@ FP4KIT_DEVICE TensorScale tensor_scale_of_all(const DequantizeArguments& a) {
 // use decode_product_run. For other decode rules, `decode` is the stored scale, and the other fields are 1.
 template <class R, class Original>
 FP4KIT_DEVICE TensorScale tensor_scale_at(const DequantizeArguments& a, u32 row, u32 block, u32 blocks) {
-  const i64 index = R::kTensorScaling == TensorScaling::row ? row : static_cast<i64>(row) * blocks + block;
+  constexpr u32 kCount = R::kTensorColumns / R::kBlock;  // blocks per outer block
+  const i64 index = R::kTensorScaling == TensorScaling::row
+                        ? row
+                        : static_cast<i64>(row) * ((blocks + kCount - 1) / kCount) + block / kCount;
   if constexpr (R::DecodeRule::kNeedsAmax) return R::TensorRule::template scale<R, Original>(a.tensor_amax[index]);
   return {1.0f, a.tensor_scale[index], 1.0f};
 }

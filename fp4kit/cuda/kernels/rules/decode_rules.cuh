@@ -197,6 +197,13 @@ struct decode_hf_kernels : decode_te_1x64 {
     return {t.encode == 0.0f ? scale / t.encode : scale, t.encode};  // infinity shows that zeros decode to NaN
   }
 };
+// The rule of dual-level MXFP4: the first product is exact.
+struct decode_e8m0_levels : decode_flashinfer_kv {
+  template <class R>
+  FP4KIT_DEVICE Scale scale(u32 code, TensorScale t) {
+    return {value_of_e8m0(code), t.decode};
+  }
+};
 struct decode_auto_round : decode_product {
   template <class R>
   FP4KIT_DEVICE float scale(u32 code, TensorScale t) {

@@ -132,6 +132,15 @@ struct tensor_divided {
   }
 };
 
+// The outer scales of dual-level MXFP4, by which elements are divided.
+struct tensor_msmodelslim {
+  template <class R, class In>
+  FP4KIT_DEVICE TensorScale scale(float amax) {
+    const float decode = amax / max_of<typename R::Element>();
+    return {1.0f / decode, decode, amax};
+  }
+};
+
 // SmallestNormal<In>::kValue is the smallest normal number of the type In. bfloat16 has that of float32.
 template <class In>
 struct SmallestNormal {
