@@ -39,7 +39,7 @@ from fp4kit.recipes.schema import faking, searching
 from fp4kit.reference import quantize as partial_specification
 from fp4kit.reference import search as specification
 from fp4kit.reference.arith import moved_by, reciprocal_approx_ftz
-from fp4kit.reference.ascend import CHOICES
+from fp4kit.reference.ascend import CHOICES, amax_of_ceil_x, ceil_x_exponent
 from fp4kit.reference.codec import stack
 from fp4kit.reference.matmul import low_rank_product as low_rank_product_of_specification
 from fp4kit.reference.stochastic import hadamard_factor
@@ -73,8 +73,6 @@ FACTOR_SEARCH_BLOCKS = (16, 32)  # block sizes that source/search_factors.h supp
 
 def not_searched(r: Recipe) -> str | None:
     """Return the reason why the engine cannot run the search of a recipe during quantize."""
-    if r.search and rules.SEARCHES[r.search].whole_array:
-        return "a search for one constant for the whole array"
     is_refused = r.search in specification.FACTORS and r.block_size not in FACTOR_SEARCH_BLOCKS
     return f"a search over blocks of {r.block_size} columns (the engine supports 16 and 32)" if is_refused else None
 
@@ -118,15 +116,23 @@ def _searched_by_block(name: str, cost: int) -> Callable[..., None]:
     reference.search_factors.search_matrix does, and writes them into out. cost: its time, relative to encoding.
     """
 
-    def search(x: np.ndarray, out: np.ndarray, amax: np.ndarray | None, recipe: Recipe, hadamard: int | None) -> None:
+    def search(
+        x: np.ndarray,
+        out: np.ndarray,
+        amax: np.ndarray | None,
+        recipe: Recipe,
+        hadamard: int | None,
+        *outputs: np.ndarray,
+    ) -> None:
         tiles = codec.Tiles.of(x, recipe.block_size, 1, hadamard)
         for rows, columns in tiles.slabs(cost):
             cut, found = x[rows, columns], out[rows, codec.blocks_of(columns, recipe)]
             sizes = {"block": recipe.block_size, "emax": recipe.element.emax, "threads": threads_for(cut.size * cost)}
             call = codec.slab_call(library.SearchQuestCall, tiles, cut, found, hadamard, **sizes)
-            getattr(functions(), f"fp4kit_search_{name}")(ctypes.byref(call))
+            getattr(functions(), f"fp4kit_search_{name}")(ctypes.byref(call), *map(address, outputs))
             infinite = ~np.isfinite(found).all(axis=1)
-            if hadamard is not None and infinite.any():  # the library's transform does not tell infinity from NaN
+            # The library's transform does not tell infinity from NaN.
+            if hadamard is not None and not outputs and infinite.any():
                 amaxes = np.empty((np.count_nonzero(infinite), found.shape[1]), np.float32)
                 specification.search_matrix(cut[infinite], amaxes, amax, recipe, hadamard)
                 found[infinite] = amaxes
@@ -176,7 +182,19 @@ _OWN_SEARCHES: dict[str, Callable[..., None]] = {
     **dict.fromkeys(specification.FACTORS, search_factors),
     "quest": _searched_by_block("quest", 1),
     **dict.fromkeys(CHOICES, _searched_by_block("powers", 2)),
+    "msmodelslim_ceil_x": _searched_by_block("ceil_x", 2),
 }
+
+
+@np.errstate(all="ignore")
+def _search_ceil_x(call: Call, search: Callable[..., None]) -> Call:
+    """Return the call with the block amaxes that give its scales by the best constant of ceil_x for the whole array."""
+    bins = np.zeros((len(specification.CEIL_X_CONSTANTS), 256), np.int64)
+    found = specification.chosen_amaxes(call, None, lambda *matrix: search(*matrix, call.recipe, call.mask, bins))
+    if call.mask is not None and not np.isfinite(found).all():  # the library's transform takes infinity for NaN
+        return specification.searched(call, None)
+    constant = specification.best_constant(np.cumsum(bins, axis=0), call.x.size, call.x.dtype)
+    return call._replace(block_amax=amax_of_ceil_x(ceil_x_exponent(found, constant, call.x.dtype)))
 
 
 def searched(call: Call, amax: np.ndarray | None) -> Call:
@@ -184,6 +202,8 @@ def searched(call: Call, amax: np.ndarray | None) -> Call:
     r, own = call.recipe, _OWN_SEARCHES.get(call.recipe.search)
     if not_searched(r) or (call.mask is not None and own is None):
         return specification.searched(call, amax)
+    if own is not None and rules.SEARCHES[r.search].whole_array:
+        return _search_ceil_x(call, own)
     search: Callable[..., None] = partial(search_matrix, search=Search(call))
     if own is not None:
         search = partial(own, recipe=r, hadamard=call.mask)

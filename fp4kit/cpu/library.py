@@ -144,7 +144,7 @@ class SearchFactorsCall(ctypes.Structure):
 
 class SearchQuestCall(ctypes.Structure):
     """The arguments of the C functions fp4kit_search_quest, which computes block amaxes by FP-Quant's method QuEST, and
-    fp4kit_search_powers, which computes them by msmodelslim's methods.
+    fp4kit_search_powers and fp4kit_search_ceil_x, which compute them by msmodelslim's methods.
 
     source/search_quest.h and search_powers.h describe the fields.
     """
@@ -241,6 +241,7 @@ def _load(level: str) -> Any:
         ("search_factors", None, [POINTER(SearchFactorsCall)]),
         ("search_quest", None, [POINTER(SearchQuestCall)]),
         ("search_powers", None, [POINTER(SearchQuestCall)]),
+        ("search_ceil_x", None, [POINTER(SearchQuestCall), c_void_p]),
         ("matmul", None, [POINTER(ProductCall), c_int64, c_int32]),
         ("low_rank", None, [*[c_void_p] * 3, *[c_int64] * 3, c_int32]),
         ("rotate", None, [POINTER(RotateCall)]),

@@ -220,6 +220,7 @@ class LaunchRow(NamedTuple):
         return struct_of(*self.names.split("|"))
 
 
+_CEIL_X = "x block_amax bins | rows columns"
 _KEEP = "source source_scales extent packed scales tensor_scale tensor_amax | blocks source_block"
 _LOSSES = (
     "x amax tensor_amax weights multiples losses least out"
@@ -246,6 +247,8 @@ LAUNCHES = {
     "amax_long_rows": LaunchRow("x amax | rows columns", "Input kCounted kAligned", fixed=True, file="amax"),
     "amax_rows": LaunchRow("x amax | rows columns", "Input kCounted kAligned", fixed=True, file="amax"),
     "clip": LaunchRow("grad x amax out | count covered", "Input Gradient kAligned", UNLIMITED),
+    "ceil_x": LaunchRow(_CEIL_X, "Input kAligned", 8, file="search_msmodelslim"),
+    "ceil_x_errors": LaunchRow(_CEIL_X, "Input kAligned", 8, file="search_msmodelslim"),
     "count_changed": LaunchRow("x y changed largest | count"),
     "dequantize": LaunchRow(
         "packed scales values tensor_scale tensor_amax | rows columns ahead share",

@@ -43,7 +43,7 @@ from fp4kit.recipes import Recipe
 from fp4kit.recipes.schema import decoding, searching
 from fp4kit.reference.ascend import CHOICES
 from fp4kit.reference.codec import is_per_expert, part_for_matrix
-from fp4kit.reference.search import AROUND_FLOOR, DEFAULT_TERMS, FACTORS, SearchTerms, multiples
+from fp4kit.reference.search import AROUND_FLOOR, CEIL_X_CONSTANTS, DEFAULT_TERMS, FACTORS, SearchTerms, multiples
 
 _ALL_OFFSETS = (-MAX_OFFSET, MAX_OFFSET)
 LANES, POWER_LANES = 32, 4  # threads that share a block in a full search (kLanes): for E4M3 scales, for E8M0 scales
@@ -256,6 +256,7 @@ OWN_KERNELS = {  # {Recipe.search: its kernel}
     **dict.fromkeys(FACTORS, "search_factors"),
     **dict.fromkeys(CHOICES, "search_msmodelslim"),
     "quest": "search_quest",
+    "msmodelslim_ceil_x": "ceil_x",
 }
 
 
@@ -267,8 +268,19 @@ def factor_launches(
         check_count(x.size)
         struct = recipe_struct(searching(r), sign_mask=mask) + (f"\n{factors_text(r)}" if r.search in FACTORS else "")
         work, traits = x.size // r.block_size, (x.dtype, aligned(x, 16))
-        launch = prepared(OWN_KERNELS[r.search], work, x.shape, x.device.id, traits, struct)
-        yield partial(launch, *map(address, (x, tensor, out)))
+        arguments = work, x.shape, x.device.id, traits, struct
+        if r.search == "msmodelslim_ceil_x":
+            yield partial(_search_ceil_x, x, out, *(prepared(name, *arguments) for name in ("ceil_x_errors", "ceil_x")))
+        else:
+            launch = prepared(OWN_KERNELS[r.search], *arguments)
+            yield partial(launch, *map(address, (x, tensor, out)))
+
+
+def _search_ceil_x(x: Any, out: Any, *launches: Launch) -> None:
+    """Run the kernels of msmodelslim's search of ceil_x, which share the bins of errors."""
+    bins = imports.cupy().zeros((len(CEIL_X_CONSTANTS), 256), np.uint64)
+    for launch in launches:
+        launch(*map(address, (x, out, bins)))
 
 
 def factors_text(r: Recipe) -> str:

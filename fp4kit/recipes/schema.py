@@ -119,16 +119,21 @@ _LEVELED = ("dequantize", "Quantized", "equals", "compare", "statistics", "ident
 
 
 def is_simple(r: Recipe) -> bool:
-    """Return whether every operation supports r: it has one level of scales, and all engines compute it."""
-    return not (r.levels or r.specification_only)
+    """Return whether every operation supports r: all engines compute it, with one level of scales, block by block."""
+    return not (r.levels or r.specification_only or is_whole_search(r))
+
+
+def is_whole_search(r: Recipe) -> bool:
+    """Return whether r searches a constant of its block rule, once for the whole array."""
+    return bool(r.search) and rules.SEARCHES[r.search].whole_array
 
 
 def check_engines(op: str, r: Recipe) -> None:
     """Raise NotImplementedError if `op` does not support r because of its levels or its rules."""
     alone = r.specification_only
-    if (alone or r.levels) and op not in (_SPECIFIED if alone else _WITH_LEVELS):
-        what = "is computed by the specification alone"
-        what = what if alone else f"has {len(r.levels)} levels of scales, which {op} does not support"
+    if not is_simple(r) and op not in (_SPECIFIED if alone else _WITH_LEVELS):
+        what = f"has {len(r.levels)} levels of scales" if r.levels else "searches a constant for the whole array"
+        what = "is computed by the specification alone" if alone else f"{what}, which {op} does not support"
         raise NotImplementedError(f"{op}: {r.id} {what}; needs another recipe, or {', '.join(_SPECIFIED[1:4])}")
 
 
@@ -325,8 +330,7 @@ class Recipe:
         dual-level MXFP4.
         """
         has_rules = self.tensor_rule == "msmodelslim" or (self.levels == HIF4_LEVELS and not self.is_custom)
-        other_levels = bool(self.levels) and not has_rules
-        return other_levels or (bool(self.search) and rules.SEARCHES[self.search].whole_array)
+        return bool(self.levels) and not has_rules
 
     @property
     def cut_multiple(self) -> int:

@@ -28,7 +28,7 @@ _made = [made for define in _PRODUCERS for made in define()]
 _recipes = sorted((r for r in _made if isinstance(r, Recipe)), key=lambda r: _FORMATS.index(r.format_name))
 
 ALL_RECIPES: dict[str, Recipe] = {r.id: r for r in _recipes}
-# the recipes that every operation supports: those without levels or Recipe.specification_only
+# the recipes that every operation supports
 RECIPES: dict[str, Recipe] = {id: r for id, r in ALL_RECIPES.items() if is_simple(r)}
 # {id of the alias: Alias}, for aliases that name a producer whose codes and scales equal another producer's
 PRODUCER_ALIASES: dict[str, Alias] = {alias.id: alias for alias in _made if isinstance(alias, Alias)}

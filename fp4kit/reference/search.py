@@ -469,25 +469,45 @@ def ceil_x_constant(x: Array, recipe: Recipe, hadamard: int | None = None) -> tu
         c = the first constant whose mean over the whole of x of (element - value)^2 is smallest
         scale = the power of two at or above amax / c
 
-    Errors are rounded to the dtype of x, T, after every operation. The mean is T(sum / count). The sum is computed in
-    float64 and rounded to float32, while PyTorch adds float32 numbers in an order of its own. If every mean is infinite
-    or NaN, c is 6. Source: msmodelslim AutoWeightQuantizer, ceil_x.
+    Errors are rounded to the dtype of x, T, after every operation. The mean is T(sum / count). The errors of a block
+    are added in float32 by sum_lanes, and the sums of blocks are added by their exponents (see best_constant), in any
+    order. PyTorch adds float32 numbers in an order that depends on the number of threads. If every mean is infinite or
+    NaN, c is 6. Source: msmodelslim AutoWeightQuantizer, ceil_x.
     """
     dtype, size = x.dtype, recipe.block_size
-    sums, amaxes = np.zeros(len(CEIL_X_CONSTANTS)), np.zeros((len(x), x.shape[1] // size), np.float32)
+    bins = np.zeros((len(CEIL_X_CONSTANTS), 256), np.int64)
+    amaxes = np.zeros((len(x), x.shape[1] // size), np.float32)
     for rows, columns in tiles(x.shape, recipe.block):
         tile = widen(x[rows, columns], hadamard)
         blocks = tile.reshape(len(tile), -1, size)
-        amax = amaxes[rows, columns.start // size : columns.stop // size] = np.abs(blocks).max(-1)
+        amax = amaxes[rows, columns.start // size : columns.stop // size] = block_amax(tile, recipe)
         lowest = ceil_x_exponent(amax, CEIL_X_CONSTANTS[-1], dtype)
         steps = [np.nan_to_num(ceil_x_exponent(amax, c, dtype) - lowest).astype(int) for c in CEIL_X_CONSTANTS]
         errors = []  # per block, for each exponent that a constant gives, of which there are few
         for step in range(int(np.max(steps)) + 1):
             found = under_power(blocks, lowest + np.float32(step), recipe, dtype)
-            errors.append(squared_error(blocks, found, dtype).sum(-1, dtype=np.float64))
-        sums += [np.choose(step, errors).sum() for step in steps]
-    means = round_to(sums.astype(np.float32) / np.float32(x.size), dtype)
-    return CEIL_X_CONSTANTS[np.where(np.isfinite(means), means, np.float32(np.inf)).argmin()], amaxes
+            errors.append(sum_lanes(squared_error(blocks, found, dtype)))
+        for i, step in enumerate(steps):
+            bits = np.choose(step, errors).view(np.uint32).ravel()
+            fields = bits >> 23 & 0xFF
+            significands = (bits & 0x7FFFFF) + (fields > 0) * 0x800000
+            bins[i] += np.bincount(fields, significands, 256).astype(np.int64)
+    return best_constant(bins, x.size, dtype), amaxes
+
+
+def best_constant(bins: Array, count: int, dtype: Dtype) -> np.float32:
+    """Return the constant of ceil_x with the smallest mean error of `count` elements.
+
+    The sum of the bins of a constant, each times its power of two, is computed in float64, the smallest power first.
+
+    bins: int64 (constants, 256). Entry e is the sum of the 24-bit significands of all sums of blocks whose exponent
+        field is e.
+    """
+    powers = np.ldexp(1.0, np.maximum(np.arange(255), 1) - 150)
+    sums = np.add.accumulate(bins[:, :255] * powers, axis=1)[:, -1]
+    means = round_to(sums.astype(np.float32) / np.float32(count), dtype)
+    is_usable = np.isfinite(means) & (bins[:, 255] == 0)
+    return CEIL_X_CONSTANTS[np.where(is_usable, means, np.float32(np.inf)).argmin()]
 
 
 def search_msmodelslim_ceil_x(x: Array, recipe: Recipe, hadamard: int | None) -> Array:

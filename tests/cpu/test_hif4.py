@@ -1,4 +1,4 @@
-"""Test recipes with several levels of scales, HiF4 and dual-level MXFP4, on the compiled engine against the specification."""
+"""Test recipes with levels of scales (HiF4, dual-level MXFP4) on the compiled engine against the specification."""
 
 from __future__ import annotations
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from on_gpu import ON_GPU, agree
-from power_edges import DTYPES, TOPS, blocks, every_element, nonfinite
+from power_edges import DTYPES, TOPS, blocks, drawn_magnitudes, every_element, nonfinite
 
 import fp4kit
-from fp4kit.recipes import RECIPES
+from fp4kit.recipes import ALL_RECIPES
 
 pytestmark = ON_GPU
-IDS = [id for id, r in RECIPES.items() if r.producer in ("msmodelslim", "hifloat4")]
+IDS = [id for id, r in ALL_RECIPES.items() if r.producer in ("msmodelslim", "hifloat4") and not r.levels]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -19,6 +19,18 @@ IDS = [id for id, r in RECIPES.items() if r.producer in ("msmodelslim", "hifloat
 def test_edges_of_exponents(id, dtype):
     cases = [(blocks(dtype), -1), (nonfinite(dtype), -1), (np.ascontiguousarray(nonfinite(dtype).T), 0)]
     for x, axis in (*cases, *((every_element(dtype, top), -1) for top in TOPS)):
-        if not RECIPES[id].fake_only:
+        if not ALL_RECIPES[id].fake_only:
             agree(fp4kit.quantize, x, id, axis=axis)
         agree(fp4kit.fake_quantize, x, id, axis=axis)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_search_of_the_whole_array(dtype):
+    id = "mxfp4-msmodelslim-ceil-x-search"
+    for seed in range(4):
+        x = drawn_magnitudes(seed, dtype, (3, 7, 320))
+        for part, axis in ((x, -1), (np.ascontiguousarray(np.moveaxis(x, -1, 0)), 0), (x[1, :, 32:], -1)):
+            agree(fp4kit.quantize, part, id, axis=axis)
+            agree(fp4kit.fake_quantize, part, id, axis=axis)
+        agree(fp4kit.quantize, x, id, hadamard=True)
+        agree(fp4kit.quantize_grouped, [x, x[0], x[:0], -x], id)

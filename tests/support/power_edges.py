@@ -60,3 +60,14 @@ def nonfinite(dtype: np.dtype) -> np.ndarray:
     x[2:4] = [[0], [-0.0]]
     x.reshape(-1)[rng.integers(0, x.size, 12)] = [np.nan, -np.nan, np.inf, -np.inf] * 3
     return x
+
+
+def drawn_magnitudes(seed: int, dtype: np.dtype, shape: tuple[int, ...]) -> np.ndarray:
+    """Return an array (..., a multiple of 32) for which the best constant of ceil_x depends on the seed."""
+    rng = np.random.default_rng(seed)
+    x = rng.standard_t(3 + seed, shape) * np.exp2(
+        rng.integers(-9, 5, (*shape[:-1], 1)) + rng.random(shape[:-1])[..., None]
+    )
+    x[..., 0] *= 1 + seed % 3
+    x[0, 0] *= 0 if seed % 4 == 0 else 1
+    return x.astype(dtype)

@@ -36,7 +36,7 @@ from fp4kit.checkpoint.model.transforms import Counterparts, Origin, TurnedOrigi
 from fp4kit.checkpoint.model.weights import Located, Weight, WeightRotation, weights_of
 from fp4kit.checkpoint.selection.names import join_module, shared_amax_groups, split_module
 from fp4kit.layouts import unpacked
-from fp4kit.recipes import ALL_RECIPES, RECIPES, Recipe
+from fp4kit.recipes import ALL_RECIPES, RECIPES, Recipe, is_simple
 from fp4kit.storage.files import NUMPY_DTYPES, CheckpointError
 
 _HALVES = {"gate_proj": "up_proj", "up_proj": "gate_proj", "w1": "w3", "w3": "w1"}
@@ -413,8 +413,8 @@ def _share(readers: Readers, part: Located, weight: Weight, expert: int) -> np.n
 @cache
 def _any_recipe(form: Container) -> Recipe:
     """Return a recipe that stands for the format of a container: its element format, scale format and block size."""
-    own = [r for r in ALL_RECIPES.values() if r.specification_only and r.producer == form.producer]
-    for recipe in own:  # so that recipes of the specification alone are tried on the files of their producer
+    own = [r for r in ALL_RECIPES.values() if not is_simple(r) and r.producer == form.producer]
+    for recipe in own:  # so that recipes that no container stores are tried on the files of their producer
         if (recipe.element, recipe.scale, recipe.block) == (form.element, form.scale, form.block) and not recipe.levels:
             return recipe
     for recipe in RECIPES.values():

@@ -313,6 +313,16 @@ FP4KIT_EXPORT void fp4kit_search_powers(const SearchPowersCall* call) {
   });
 }
 
+// msmodelslim's search of ceil_x: for every block of the matrix, store its amax in call->out, and add its errors to
+// `bins`, which add_ceil_x_errors describes.
+FP4KIT_EXPORT void fp4kit_search_ceil_x(const SearchPowersCall* call, u64* bins) {
+  const Tiles tiles{call->x.rows, call->x.columns, call->tile_rows, call->tile_columns};
+  with_input_type(call->input, [&](auto in) {
+    auto work = [&](i64 index) { search_ceil_x_tile<decltype(in)>(*call, tiles.tile(index), bins); };
+    run_tiles(tiles.count(), call->threads, work);
+  });
+}
+
 // Transpose the codes of a matrix with `rows` rows and `columns` columns, and store them in `out`, which must not
 // overlap `codes`. Both arrays are contiguous. If is_nibble is 1, codes are two per byte, and rows and columns must be
 // even. If it is 0, codes are one per byte.

@@ -111,8 +111,8 @@ static bool decode_nibble_row(const u8* codes, const u8* scales, i64 count, i64 
   return is_done;
 }
 
-// Decode a row of codes as decode_row does, for the rule of dual-level MXFP4. Each block has a tensor scale, so tables of
-// values that include scales would serve one block only.
+// Decode a row of codes as decode_row does, for the rule of dual-level MXFP4. Each block has a tensor scale, so tables
+// of values that include scales would serve one block only.
 template <class R, class Out>
 static bool decode_levels_row(const u8* codes, const u8* scales, i64 count, i64 size, const DecodeTables*,
                               const TensorScales& tensors, i64 row, i64 block, void* values) {

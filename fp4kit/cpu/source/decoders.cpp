@@ -29,7 +29,8 @@ constexpr DecoderEntry decoder_entry(const char* key) {
             {decode_hif4_row<R, Float32>, decode_hif4_row<R, Float16>, decode_hif4_row<R, Bfloat16>},
             kHif4ScaleBytes};
   else if constexpr (std::is_same_v<typename R::DecodeRule, decode_e8m0_levels>)
-    return {key, true, {}, {decode_levels_row<R, Float32>, decode_levels_row<R, Float16>, decode_levels_row<R, Bfloat16>}};
+    return {
+        key, true, {}, {decode_levels_row<R, Float32>, decode_levels_row<R, Float16>, decode_levels_row<R, Bfloat16>}};
   else
     return {
         key,

@@ -39,41 +39,75 @@ inline float sum_of_lanes(const float* terms, i64 count) {
   return sum;
 }
 
+// Return the amax of the `block` elements whose bits are at x. It is NaN or infinite if an element is.
+template <class In>
+float searched_amax(const typename Input<In>::Bits* x, i64 block) {
+  typename Input<In>::Bits largest = 0;
+  for (i64 i = 0; i < block; ++i)
+    largest = maximum(largest, static_cast<decltype(largest)>(x[i] & Input<In>::kMagnitude));
+  if (largest < Input<In>::kInfinity) return Input<In>::value(largest);
+  return largest == Input<In>::kInfinity ? float_of(kInfinityBits) : nan_value();
+}
+
+// Return the sum of the squared errors of `block` finite elements under a candidate.
+template <class F, class In>
+float error_of(const typename Input<In>::Bits* x, i64 block, PowerCandidate candidate) {
+  using Bits = typename Input<In>::Bits;
+  float errors[256];
+  for (i64 i = 0; i < block; i += 8)
+    for (i64 j = i; j < i + 8; ++j)
+      errors[j] = squared_error<F, In>(Input<In>::value(static_cast<Bits>(x[j] & Input<In>::kMagnitude)), candidate);
+  return sum_of_lanes(errors, block);
+}
+
 // Return the power of two that is chosen for the `block` elements whose bits are at x, or amax_without_choice.
 template <class F, class In>
 float chosen_power(const typename Input<In>::Bits* x, i64 block) {
-  using Bits = typename Input<In>::Bits;
-  Bits largest = 0;
-  for (i64 i = 0; i < block; ++i) largest = maximum<Bits>(largest, x[i] & Input<In>::kMagnitude);
-  if (largest > Input<In>::kInfinity) return nan_value();
-  if (largest == Input<In>::kInfinity) return amax_without_choice<F>(float_of(kInfinityBits));
-  const float amax = Input<In>::value(largest);
-  if (amax == 0.0f) return amax_without_choice<F>(amax);
+  const float amax = searched_amax<In>(x, block);
+  if (is_nan(amax)) return amax;
+  if (!(amax > 0.0f && is_finite(amax))) return amax_without_choice<F>(amax);
   PowerCandidate candidates[2];
   power_candidates<F, In>(amax, candidates);
   if (candidates[0].amax == candidates[1].amax) return candidates[0].amax;
-  float errors[2][256];
-  for (int k = 0; k < 2; ++k)
-    for (i64 i = 0; i < block; ++i)
-      errors[k][i] =
-          squared_error<F, In>(Input<In>::value(static_cast<Bits>(x[i] & Input<In>::kMagnitude)), candidates[k]);
-  return candidates[second_wins<F, In>(sum_of_lanes(errors[0], block), sum_of_lanes(errors[1], block),
-                                       static_cast<float>(block))]
-      .amax;
+  const float first = error_of<F, In>(x, block, candidates[0]), second = error_of<F, In>(x, block, candidates[1]);
+  return candidates[second_wins<F, In>(first, second, static_cast<float>(block))].amax;
+}
+
+// Call work(block, out) for every block of a tile, where `out` is its place in call.out.
+template <class In, class Work>
+void for_each_block(const SearchPowersCall& call, const Rectangle& tile, Work work) {
+  const auto x = view<In>(call.x, tile);
+  for (i64 i = 0; i < tile.rows; ++i) {
+    float* out = call.out + (tile.row + i) * call.out_step + tile.column / call.block;
+    for (i64 b = 0; b < tile.columns / call.block; ++b) work(x.data + i * x.step + b * call.block, out + b);
+  }
 }
 
 // Store the chosen power of every block of a tile in call.out.
 template <class In>
 void search_powers_tile(const SearchPowersCall& call, const Rectangle& tile) {
-  const auto x = view<In>(call.x, tile);
-  for (i64 i = 0; i < tile.rows; ++i) {
-    float* out = call.out + (tile.row + i) * call.out_step + tile.column / call.block;
-    for (i64 b = 0; b < tile.columns / call.block; ++b) {
-      const auto* block = x.data + i * x.step + b * call.block;
-      out[b] = call.emax == 2 ? chosen_power<ChosenE2m1, In>(block, call.block)
-                              : chosen_power<ChosenE4m3, In>(block, call.block);
-    }
-  }
+  for_each_block<In>(call, tile, [&](const auto* x, float* out) {
+    *out = call.emax == 2 ? chosen_power<ChosenE2m1, In>(x, call.block) : chosen_power<ChosenE4m3, In>(x, call.block);
+  });
+}
+
+// Store the amax of every block of a tile in call.out, and add its errors to `bins` (add_ceil_x_errors).
+template <class In>
+void search_ceil_x_tile(const SearchPowersCall& call, const Rectangle& tile, u64* bins) {
+  constexpr size_t kBins = kCeilXConstants * kCeilXFields;
+  u64 own[kBins] = {};
+  for_each_block<In>(call, tile, [&](const auto* x, float* out) {
+    const float amax = *out = searched_amax<In>(x, call.block);
+    const auto error_under = [&](i32 exponent) {
+      return error_of<ChosenE2m1, In>(x, call.block, power_candidate<ChosenE2m1, In>(exponent));
+    };
+    if (is_finite(amax))
+      add_ceil_x_errors<In>(amax, error_under, [&](i32 bin, u64 n) { own[bin] += n; });
+    else
+      ++own[kCeilXFields - 1];
+  });
+  for (size_t i = 0; i < kBins; ++i)
+    if (own[i]) __atomic_fetch_add(bins + i, own[i], __ATOMIC_RELAXED);
 }
 
 }  // namespace

@@ -17,7 +17,7 @@ from fp4kit.evidence.fuzz.arrays import DISTANCES, FORMATS, KINDS, NUMBERS, PATT
 from fp4kit.evidence.fuzz.recipes import Picks, Pool, Variant, draw_variant
 from fp4kit.formats import E2M1, E4M3, E8M0
 from fp4kit.quantized.container import scale_shape, tensor_amax_shape
-from fp4kit.recipes import Recipe
+from fp4kit.recipes import Recipe, is_simple
 from fp4kit.recipes.rules import FAKE_RULES, NOISE_STOCHASTICS, SCALE_STOCHASTICS
 from fp4kit.units import ENGINE_ORDERS, UNITS, DotAdd, IntegerAdd, Unit
 
@@ -276,7 +276,7 @@ def draw_operand(d: Picks, kind: Variant | str, shape: tuple[int, ...], pattern:
 GROUPED = ("quantize_grouped", "fake_quantize_grouped", "amax_grouped", "backward_grouped", "plan")
 # Operations that return no codes. Only these are drawn for recipes without codes.
 VALUES_ONLY = ("fake_quantize", "fake_quantize_grouped", "amax", "amax_grouped", "backward", "backward_grouped")
-# Only these are drawn for recipes with several levels of scales.
+# Only these are drawn for recipes with several levels of scales, or with a search of the whole array.
 LEVELED = ("quantize", "fake_quantize", "quantize_grouped", "fake_quantize_grouped", "plan", "decode")
 FLATTENED = ("partial", "master_weights")  # operations on shards of a flattened matrix
 FAULTS = ("length", "axis", "dtype", "seed", "layout", "amax shape", "negative amax", "block_amax")
@@ -480,7 +480,7 @@ _ROWS = ("quantize_both", "pack", "swizzle_bytes", *FLATTENED)
 
 
 def _supports(operation: str, r: Recipe) -> bool:
-    if (r.fake_only and operation not in VALUES_ONLY) or (r.levels and operation not in LEVELED):
+    if (r.fake_only and operation not in VALUES_ONLY) or (not is_simple(r) and operation not in LEVELED):
         return False
     if operation in FLATTENED:
         return r.block is not None and r.tensor_scaling in ("none", "tensor") and not (r.four_over_six or r.search)

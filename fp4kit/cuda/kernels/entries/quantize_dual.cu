@@ -1,7 +1,8 @@
 // quantize_dual: compute codes and scales of dual-level MXFP4 or, if R::kFake, the values to which the codes decode.
 // Elements are divided by the scale of their outer block (R::kTensorColumns columns), and the float32 quotients are
-// quantized. R is the recipe, In is the type of the elements of x, and kAligned is true if all rows of x and of `values`
-// begin at multiples of 16 bytes. `a` holds the kernel's arguments. kLanes neighboring threads hold the runs of a block.
+// quantized. R is the recipe, In is the type of the elements of x, and kAligned is true if all rows of x and of
+// `values` begin at multiples of 16 bytes. `a` holds the kernel's arguments. kLanes neighboring threads hold the runs
+// of a block.
 #include "quantize.cuh"
 
 // Quantize the part of the matrix a.x that `grid` assigns to this thread block. In a group of tensors, this part is one

@@ -1,6 +1,7 @@
 // search_msmodelslim: for each block, choose one of two powers of two by msmodelslim's methods 4over6 (E2M1 elements)
-// and mse (E4M3), and store it as the amax of the block. R is the recipe, In is the type of the elements of x, and
-// kAligned is true if all rows of x begin at multiples of 16 bytes. `a` holds the kernel's arguments.
+// and mse (E4M3), and store it as the amax of the block. ceil_x_errors and ceil_x: choose the constant of its method
+// ceil_x for the whole array, and store amaxes that give the scales. R is the recipe, In is the type of the elements of
+// x, and kAligned is true if all rows of x begin at multiples of 16 bytes. `a` holds the kernel's arguments.
 #include "exact_path.cuh"
 #include "hadamard.cuh"
 #include "msmodelslim_choice.cuh"
@@ -17,24 +18,34 @@ struct SearchMsmodelslimArguments {
 
 constexpr int kRun = 8;  // elements that are loaded together, whose errors are added together
 
+// Load the elements j ... j + kRun - 1 of the block at x. If R::kHadamard, they are transformed.
+template <class R, class In, bool kAligned>
+FP4KIT_DEVICE void load_searched(const typename In::Bits* x, int j, float (&values)[kRun]) {
+  static_assert(R::kBlock % kRun == 0);
+  if constexpr (R::kHadamard) {
+    Run<In, 16> run = read_run<In, 16, kAligned>(x + j / 16 * 16);
+    hadamard_run<R::kSignMask>(run);
+#pragma unroll
+    for (int i = 0; i < kRun; ++i) values[i] = element(run, j % 16 + i);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kRun; ++i) values[i] = In::widen(x[j + i]);
+  }
+}
+
+// Return the amax of the block of R::kBlock elements at x.
+template <class R, class In, bool kAligned>
+FP4KIT_DEVICE float searched_amax(const typename In::Bits* x) {
+  return exact_amax<R, kRun>(1,
+                             [&](int, int j, float (&values)[kRun]) { load_searched<R, In, kAligned>(x, j, values); });
+}
+
 // Return the power of two that is chosen for the block of R::kBlock elements at x, or amax_without_choice. If
 // R::kHadamard, the elements are transformed first.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE float chosen_power(const typename In::Bits* x) {
   using F = typename R::Element;
-  static_assert(R::kBlock % kRun == 0);
-  const auto load = [&](int, int j, float (&values)[kRun]) {
-    if constexpr (R::kHadamard) {
-      Run<In, 16> run = read_run<In, 16, kAligned>(x + j / 16 * 16);
-      hadamard_run<R::kSignMask>(run);
-#pragma unroll
-      for (int i = 0; i < kRun; ++i) values[i] = element(run, j % 16 + i);
-    } else {
-#pragma unroll
-      for (int i = 0; i < kRun; ++i) values[i] = In::widen(x[j + i]);
-    }
-  };
-  const float amax = exact_amax<R, kRun>(1, load);
+  const float amax = searched_amax<R, In, kAligned>(x);
   if (!(amax > 0.0f && is_finite(amax))) return amax_without_choice<F>(amax);
   PowerCandidate candidates[2];
   power_candidates<F, In>(amax, candidates);
@@ -42,7 +53,7 @@ FP4KIT_DEVICE float chosen_power(const typename In::Bits* x) {
 #pragma unroll
   for (int j = 0; j < R::kBlock; j += kRun) {
     float values[kRun], errors[2][kRun];
-    load(0, j, values);
+    load_searched<R, In, kAligned>(x, j, values);
 #pragma unroll
     for (int k = 0; k < 2; ++k) {
 #pragma unroll
@@ -61,4 +72,64 @@ extern "C" __global__ void __launch_bounds__(kThreads) search_msmodelslim_kernel
   const i64 count = a.rows * (a.columns / R::kBlock);
   for (i64 i = first_item(whole_grid()); i < count; i += item_stride(whole_grid()))
     a.block_amax[i] = chosen_power<R, Input, kAligned>(static_cast<const typename Input::Bits*>(a.x) + i * R::kBlock);
+}
+
+// The arguments of ceil_x_errors_kernel and ceil_x_kernel.
+struct CeilXArguments {
+  const void* x;
+  float* block_amax;
+  u64* bins;  // kCeilXConstants x kCeilXFields, zeros before the first kernel
+  i64 rows, columns;
+};
+
+// Store the amax of each block of a.x in a.block_amax, and add the errors of all constants to a.bins
+// (add_ceil_x_errors). One thread computes one block at a time. Launch with any number of thread blocks.
+extern "C" __global__ void __launch_bounds__(kThreads) ceil_x_errors_kernel(CeilXArguments a) {
+  const i64 count = a.rows * (a.columns / R::kBlock);
+  for (i64 i = first_item(whole_grid()); i < count; i += item_stride(whole_grid())) {
+    const auto* x = static_cast<const Input::Bits*>(a.x) + i * R::kBlock;
+    const float amax = searched_amax<R, Input, kAligned>(x);
+    a.block_amax[i] = amax;
+    const auto error_under = [&](i32 exponent) {
+      const PowerCandidate candidate = power_candidate<R::Element, Input>(exponent);
+      LaneSums<R::kBlock> sum;
+#pragma unroll
+      for (int j = 0; j < R::kBlock; j += kRun) {
+        float values[kRun];
+        load_searched<R, Input, kAligned>(x, j, values);
+#pragma unroll
+        for (int k = 0; k < kRun; ++k) values[k] = squared_error<R::Element, Input>(magnitude_of(values[k]), candidate);
+        sum.add(j / kRun, values);
+      }
+      return sum.result();
+    };
+    add_ceil_x_errors<Input>(amax, error_under, [&](i32 bin, u64 n) { atomicAdd(a.bins + bin, n); });
+  }
+}
+
+// Replace each amax in a.block_amax by one that gives the scale of the block under the best constant. Every thread
+// block finds the constant, the first one with the smallest mean error. Launch with any number of thread blocks.
+extern "C" __global__ void __launch_bounds__(kThreads) ceil_x_kernel(CeilXArguments a) {
+  __shared__ float means[kCeilXConstants];
+  if (threadIdx.x < kCeilXConstants) {
+    double sum = 0.0, power = 0x1p-149;
+    u64 bin = 0u;
+    for (i32 field = 0; field < kCeilXFields; ++field) {
+      bin = 0u;
+      for (u32 i = 0; i <= threadIdx.x; ++i) bin += a.bins[i * kCeilXFields + field];
+      if (field < kCeilXFields - 1) sum = sum + static_cast<double>(static_cast<i64>(bin)) * power;
+      power = field ? 2.0 * power : power;
+    }
+    const float mean = round_to<Input>(static_cast<float>(sum) / static_cast<float>(a.rows * a.columns));
+    means[threadIdx.x] = bin == 0u && is_finite(mean) ? mean : float_of(kInfinityBits);  // the last bin: infinity, NaN
+  }
+  __syncthreads();
+  i32 best = 0;
+  for (i32 i = 1; i < kCeilXConstants; ++i) best = means[i] < means[best] ? i : best;
+  const i64 count = a.rows * (a.columns / R::kBlock);
+  for (i64 i = first_item(whole_grid()); i < count; i += item_stride(whole_grid())) {
+    const float amax = a.block_amax[i];
+    const float power = value_of_e8m0(static_cast<u32>(ceil_x_exponent<Input>(amax, best) + 127));
+    a.block_amax[i] = is_nan(amax) ? amax : fmaxf(0.75f * power - 9.6e-7f, 0.0f) * 7.25f;
+  }
 }

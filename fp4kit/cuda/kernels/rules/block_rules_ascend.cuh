@@ -58,16 +58,21 @@ struct block_hifloat4 : hifloat4_scale<false> {};
 struct block_hifloat4_native : hifloat4_scale<true> {};
 
 // The rules of MXFP4: minmax rounds log2(amax / 0.875) down and subtracts 2, and ceil_x rounds log2(amax / 7.25) up.
-// 9.6e-7 is added before the logarithm, so that zeros have one.
+// 9.6e-7 is added before the logarithm, so that zeros have one. `divisor` is 0.875 or 7.25. The exponent is 125 at
+// most.
+template <bool kCeil, class In>
+FP4KIT_DEVICE i32 msmodelslim_exponent(float amax, float divisor) {
+  const float quotient = round_to<In>(amax / divisor), sum = round_to<In>(quotient + round_to<In>(9.6e-7f));
+  const i32 exponent = kCeil ? log2_ceil<In>(bits_of(sum)) : log2_floor<In>(bits_of(sum)) - 2;
+  return is_finite(sum) ? minimum(exponent, 125) : 125;
+}
 template <bool kCeil>
 struct msmodelslim_power : by_code {
   static constexpr bool kReadsInput = true;
   template <class R, class In>
   FP4KIT_DEVICE u32 code(float amax, TensorScale t) {
-    const float quotient = round_to<In>(amax / (kCeil ? 7.25f : 0.875f));
-    const float sum = round_to<In>(quotient + round_to<In>(9.6e-7f));
-    const i32 exponent = kCeil ? log2_ceil<In>(bits_of(sum)) : log2_floor<In>(bits_of(sum)) - 2;
-    return is_nan(amax) ? 0u : static_cast<u32>((is_finite(sum) ? minimum(exponent, 125) : 125) + 127);
+    const i32 exponent = msmodelslim_exponent<kCeil, In>(amax, kCeil ? 7.25f : 0.875f);
+    return is_nan(amax) ? 0u : static_cast<u32>(exponent + 127);
   }
   template <class R, class In>
   FP4KIT_DEVICE float factor(u32 code, float amax, TensorScale t) {

@@ -1,5 +1,6 @@
 // The searches of msmodelslim, which try two powers of two per block and keep the one with the smaller mean squared
-// error. They give the same results as CHOICES in reference/ascend.py. F is the element format, E2M1 (method 4over6) or
+// error. They give the same results as CHOICES in reference/ascend.py. The search of ceil_x chooses a constant for the
+// whole array, as ceil_x_constant in reference/search.py. F is the element format, E2M1 (method 4over6) or
 // E4M3 (mse), and In the type of the elements, to which every operation on errors is rounded.
 #pragma once
 
@@ -69,4 +70,34 @@ template <class F>
 FP4KIT_DEVICE float amax_without_choice(float amax) {
   if (amax == 0.0f) return F::kHasNan ? 0.0f : 1.0f;
   return F::kHasNan ? nan_value() : amax;
+}
+
+constexpr i32 kCeilXConstants = 25, kCeilXFields = 256;  // 6, 6.25 to 12; exponent fields of float32
+
+// Return the exponent of the scale of a block for constant number i.
+template <class In>
+FP4KIT_DEVICE i32 ceil_x_exponent(float amax, i32 i) {
+  return msmodelslim_exponent<true, In>(amax, 6.0f + 0.25f * static_cast<float>(i));
+}
+
+// Add the errors of a block to bins (constants, fields): add(i, n) adds n to bin number i. The sums of the bins of
+// constants 0 to i are the bins of constant i, because few constants change the exponent. error_under(exponent) returns
+// the sum of the squared errors of the block.
+template <class In, class ErrorUnder, class Add>
+FP4KIT_DEVICE void add_ceil_x_errors(float amax, const ErrorUnder& error_under, const Add& add) {
+  for (i32 i = 0, next; i < kCeilXConstants; i = next) {
+    const i32 exponent = ceil_x_exponent<In>(amax, i);
+    next = i + 1;  // becomes the first constant that gives another exponent
+    for (i32 last = kCeilXConstants; next < last;) {
+      const i32 middle = (next + last) / 2;
+      if (ceil_x_exponent<In>(amax, middle) == exponent)
+        next = middle + 1;
+      else
+        last = middle;
+    }
+    const u32 bits = bits_of(error_under(exponent)), field = bits >> 23 & 0xFFu;
+    const u64 significand = (bits & 0x7FFFFFu) + (field ? 0x800000u : 0u);
+    add(i * kCeilXFields + static_cast<i32>(field), significand);
+    if (next < kCeilXConstants) add(next * kCeilXFields + static_cast<i32>(field), 0u - significand);
+  }
 }
