@@ -10,7 +10,7 @@
 //   out                      output: the power of each block, rows out_step apart
 //   tile_rows, tile_columns  rows and columns of a tile
 //   input                    type of the elements, as an InputKind
-//   block                    columns of a block, a multiple of 8 up to 256
+//   block                    columns of a block, 16 or a multiple of 32 up to 256
 //   emax                     2 for elements E2M1 (method 4over6), 8 for E4M3 (mse)
 //   threads                  largest number of threads to use
 using SearchPowersCall = SearchQuestCall;
@@ -49,14 +49,26 @@ float searched_amax(const typename Input<In>::Bits* x, i64 block) {
   return largest == Input<In>::kInfinity ? float_of(kInfinityBits) : nan_value();
 }
 
-// Return the sum of the squared errors of `block` finite elements under a candidate.
+// Return the sum of the squared errors of `block` finite elements under a candidate. If In holds the values,
+// differences are exact, because values are multiples of the last bit of their elements. Then only squares are rounded.
 template <class F, class In>
 float error_of(const typename Input<In>::Bits* x, i64 block, PowerCandidate candidate) {
   using Bits = typename Input<In>::Bits;
+  const float least = candidate.power * float_of(static_cast<u32>(F::kEmin - F::kMantissaBits + 127) << 23);
+  const bool is_exact = round_to<In>(least) == least && is_finite(round_to<In>(candidate.power * max_of<F>()));
   float errors[256];
-  for (i64 i = 0; i < block; i += 8)
-    for (i64 j = i; j < i + 8; ++j)
-      errors[j] = squared_error<F, In>(Input<In>::value(static_cast<Bits>(x[j] & Input<In>::kMagnitude)), candidate);
+  const auto fill = [&](auto error) {
+    for (i64 i = 0; i < block; i += 16)
+      for (i64 j = i; j < i + 16; ++j)
+        errors[j] = error(Input<In>::value(static_cast<Bits>(x[j] & Input<In>::kMagnitude)));
+  };
+  if (is_exact)
+    fill([=](float value) {
+      const float difference = value - nearest_by_a_sum<F>(value * candidate.factor) * candidate.power;
+      return round_to<In>(difference * difference);
+    });
+  else
+    fill([=](float value) { return squared_error<F, In>(value, candidate); });
   return sum_of_lanes(errors, block);
 }
 

@@ -88,7 +88,9 @@ FP4KIT_DEVICE void add_ceil_x_errors(float amax, const ErrorUnder& error_under, 
   for (i32 i = 0, next; i < kCeilXConstants; i = next) {
     const i32 exponent = ceil_x_exponent<In>(amax, i);
     next = i + 1;  // becomes the first constant that gives another exponent
-    for (i32 last = kCeilXConstants; next < last;) {
+    i32 last = kCeilXConstants;
+    if (ceil_x_exponent<In>(amax, last - 1) == exponent) next = last;
+    while (next < last) {
       const i32 middle = (next + last) / 2;
       if (ceil_x_exponent<In>(amax, middle) == exponent)
         next = middle + 1;
