@@ -60,6 +60,7 @@ BUILDERS = {
 }
 # Kernels that source() does not return: they are parts of operations of several launches, or need no recipe.
 OTHERS = {
+    *("ceil_x", "ceil_x_errors"),
     *("amax_columns", "count_changed", "hadamard_columns", "hadamard_rows", "implied_amax", "least_losses", "matmul"),
     *("matmul_fp4", "matmul_truncate", "pack_codes", "partial_amax", "partial_cast", "partial_place", "partial_scales"),
     *("requantize_amax", "requantize_keep", "requantize_range", "rotate", "row_losses", "search", "search_factors"),
@@ -329,7 +330,7 @@ WRONG = [
         ("quantize", "mxfp4-msmodelslim-ceil-x-search"),
         {},
         NotImplementedError,
-        "source: mxfp4-msmodelslim-ceil-x-search has rules of the specification alone, which no CUDA kernel supports",
+        "source: mxfp4-msmodelslim-ceil-x-search has search='msmodelslim_ceil_x': a separate kernel chooses",
     ),
     (("quantize", "nvfp4-modelopt-fake"), {}, ValueError, "is a fake quantizer and has values only"),
     (("quantize", "mxfp4-auto-round-opt"), {}, NotImplementedError, "source: mxfp4-auto-round-opt has search="),

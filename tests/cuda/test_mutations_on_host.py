@@ -52,6 +52,7 @@ from kernel_calls import (
 )
 from on_gpu import differing
 from own_formats import pairs_at_bounds
+from power_edges import drawn_magnitudes
 from row_ties import extreme_rows, rows_at_ties, unusual_rows
 from searched import STATIC, hessians
 from variants import blocks_at_ties
@@ -172,6 +173,14 @@ def hif4() -> None:
     for id, dtype in (("hif4-hifloat4-native", F16), ("hif4-hifloat4-numpy", F32)):
         x = drawn(0, (23, 1216), dtype)
         assert differing(fp4kit.fake_quantize(cupy.asarray(x), id), fp4kit.fake_quantize(x, id)) == 0, DIFFERS
+
+
+def whole_searches() -> None:
+    """Assert that GPU and CPU choose equal constants for arrays."""
+    for seed in range(12):
+        x = drawn_magnitudes(seed, F32, (2, 64))
+        gpu, cpu = (fp4kit.quantize(a, "mxfp4-msmodelslim-ceil-x-search") for a in (cupy.asarray(x), x))
+        assert differing(gpu.packed, cpu.packed) + differing(gpu.block_scale, cpu.block_scale) == 0, DIFFERS
 
 
 def strips() -> None:
@@ -462,6 +471,14 @@ FAULTS: list[tuple[str, str, str, str, Any]] = [
     (
         *("search_msmodelslim.cu", "-", "sums[0].result(), sums[1].result()"),
         *("sums[1].result(), sums[0].result()", call_of(quantize_searched, "mxfp4-msmodelslim-4over6", F32)),
+    ),
+    (
+        *("search_msmodelslim.cu", "the largest mean", "means[i] < means[best]", "means[i] > means[best]"),
+        whole_searches,
+    ),
+    (
+        *("msmodelslim_choice.cuh", "errors that stay", "0u - significand", "0u"),
+        whole_searches,
     ),
     ("swizzle.cu", "-", "kHigh + inside % kHigh", "kHigh", call_of(swizzle, "nvfp4-te")),
     (

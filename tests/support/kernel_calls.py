@@ -326,6 +326,7 @@ SEARCHES = [
     call_of(quantize_searched, "mxfp4-auto-round-opt", F32),
     call_of(quantize_searched, "mxfp4-fp-quant-quest", F32),
     call_of(quantize_searched, "mxfp4-msmodelslim-4over6", F32),
+    call_of(quantize_searched, "mxfp4-msmodelslim-ceil-x-search", F32),
     call_of(quantize_grouped, "nvfp4-modelopt-mse"),
 ]
 KINDS = [
