@@ -346,7 +346,7 @@ def recipe_panel(r: Recipe) -> Panel:
         ("elements", f"{r.element}, {r.element.bits} bits, up to {r.element.max:g}"),
         ("scales", ", ".join(map(str, r.scale_levels))),
         *_rules(r),
-        *(() if r.specification_only else (("formulas", formulas),)),
+        ("formulas", formulas),
         ("exact", r.exact),
         ("evidence", evidence_text(r) if is_listed(r) else ""),
         *((alias.id, f"{alias.source}, {alias.exact}") for alias in PRODUCER_ALIASES.values() if alias.of == r.id),

@@ -33,7 +33,6 @@ _CHOICES = {"four_over_six": quantize_four_over_six, "fouroversix_if4": quantize
 # {block rule that makes scales and codes together: the function that does so}
 _WHOLE = SCALED | {"hif4": hif4, "hif4_amct": hif4}
 _EQUAL = "The compiled CPU engine and the CUDA kernels give equal bits."
-_ALONE = "The compiled CPU engine and the CUDA kernels do not have these rules."
 
 
 @cache
@@ -88,7 +87,7 @@ def page(name: str, recipes: list[Recipe]) -> str:
     lines += [
         "## Formulas",
         "",
-        f"The NumPy code below defines each rule. {_ALONE if recipes[0].specification_only else _EQUAL}",
+        f"The NumPy code below defines each rule. {_EQUAL}",
         "",
     ]
     lines += _rules("Block scale", {r.block_rule for r in recipes if r.block_rule in BLOCK_RULES}, _block_source)

@@ -118,7 +118,7 @@ MAX_BLOCK_ROWS = 16  # rows of a 4over6 block, at most: kMaxBlockRows of source/
 def not_encoded(r: Recipe) -> str | None:
     """Return the reason why the engine cannot encode blocks of the shape that a recipe has, or None if it can."""
     if r.specification_only:
-        return "levels or rules of the specification alone"
+        return "levels of the specification alone"
     if r.four_over_six and (r.block_size != 16 or r.block_rows > MAX_BLOCK_ROWS):
         return (
             f"4over6 with blocks of {r.block_rows}x{r.block_size} (the engine supports 16 columns and at most"
@@ -651,7 +651,7 @@ TABLES_FROM = 256
 def decoder_of(r: Recipe, dtype: np.dtype) -> int:
     """Return the library's index of the compiled decoder for a recipe and an output dtype."""
     if r.specification_only:
-        raise Declined(f"{r.id} has levels or rules of the specification alone")
+        raise Declined(f"{r.id} has levels of the specification alone")
     if r.is_custom:
         functions()
         return -1

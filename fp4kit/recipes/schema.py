@@ -105,14 +105,14 @@ EVIDENCE = {
     "reference": "recorded from a reference implementation of the producer",
     "live": "live",
 }
-# The levels that all engines compute, by rules for them; only the specification computes others
+# The levels of HiF4 that all engines compute; only the specification computes others
 HIF4_LEVELS = (Level(64, "E6M2"), Level(8, "exponent1"), Level(4, "exponent1"))
 # The operations that work for recipes that only the specification computes, on arrays in host memory
 _SPECIFIED = (
     *("recipe", "quantize", "fake_quantize", "dequantize", "quantize_grouped", "fake_quantize_grouped"),
     *("Quantized", "from_parts", "compare_recipes", "explain", "plot.block", "plot.error_against_scale"),
 )
-# The operations that work for recipes with levels that all engines compute
+# The operations that work for recipes with levels, or with a search of the whole array, that all engines compute
 _WITH_LEVELS = (*_SPECIFIED, "GroupedPlan", "source", "kernels", "tensor_amax")
 # The operations that work for a Quantized with several levels of scales
 _LEVELED = ("dequantize", "Quantized", "equals", "compare", "statistics", "identify", "plot.histogram")
