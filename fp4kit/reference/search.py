@@ -463,7 +463,7 @@ def search_quest(x: Array, amax: Array, tensor: TensorScale, recipe: Recipe, dty
 CEIL_X_CONSTANTS = np.arange(24, 49, dtype=np.float32) / np.float32(4)  # 6, 6.25 to 12
 
 
-def ceil_x_constant(x: Array, recipe: Recipe, hadamard: int | None = None) -> tuple[np.float32, Array]:
+def ceil_x_constant(x: Array, recipe: Recipe, hadamard: int | None = None) -> tuple[float, Array]:
     """Return (c, block amaxes): the constant that msmodelslim's search of ceil_x chooses for x (M, K), and its amaxes.
 
         c = the first constant whose mean over the whole of x of (element - value)^2 is smallest
@@ -495,7 +495,7 @@ def ceil_x_constant(x: Array, recipe: Recipe, hadamard: int | None = None) -> tu
     return best_constant(bins, x.size, dtype), amaxes
 
 
-def best_constant(bins: Array, count: int, dtype: Dtype) -> np.float32:
+def best_constant(bins: Array, count: int, dtype: Dtype) -> float:
     """Return the constant of ceil_x with the smallest mean error of `count` elements.
 
     The sum of the bins of a constant, each times its power of two, is computed in float64, the smallest power first.
@@ -507,7 +507,7 @@ def best_constant(bins: Array, count: int, dtype: Dtype) -> np.float32:
     sums = np.add.accumulate(bins[:, :255] * powers, axis=1)[:, -1]
     means = round_to(sums.astype(np.float32) / np.float32(count), dtype)
     is_usable = np.isfinite(means) & (bins[:, 255] == 0)
-    return CEIL_X_CONSTANTS[np.where(is_usable, means, np.float32(np.inf)).argmin()]
+    return float(CEIL_X_CONSTANTS[np.where(is_usable, means, np.float32(np.inf)).argmin()])
 
 
 def search_msmodelslim_ceil_x(x: Array, recipe: Recipe, hadamard: int | None) -> Array:
