@@ -28,7 +28,9 @@ from fp4kit.reference.stochastic import HADAMARD_BLOCK
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 VALUE_RUNS = 2  # runs of 16 bytes that a thread of dequantize or fake_quantize writes
 MORE_VALUE_RUNS = 4  # such runs per thread if each thread block must prepare more, such as a table, before it starts
-PREPARED_STEPS = 4  # the most steps per thread block of quantize in large matrices, if it must prepare a table or sizes
+# The most steps per thread block of quantize, if it must prepare a table or sizes, and if not; and the most tiles per
+# thread block of quantize_columns for blocks of one row. Four of its thread blocks fit on a multiprocessor.
+PREPARED_STEPS, PLAIN_STEPS, PATCH_STEPS, PATCH_RESIDENT = 4, 1, 2, 4
 WARP = 32  # threads per warp
 MANY_ROWS = 1 << 9
 MAX_TILE_BLOCK_COLUMNS = 32  # the widest block of quantize_tile, in which a thread holds one row of a block
@@ -316,12 +318,13 @@ def _patch_sizes(request: LaunchRequest) -> tuple[int, ...]:
 
 
 def _patch_grid(request: LaunchRequest, device: Device) -> int:
-    """Return the number of thread blocks of quantize_columns: one per tile."""
+    """Return the number of thread blocks of quantize_columns: one per tile, or per PATCH_STEPS tiles."""
     rows, columns, shift = _patch_sizes(request)
     tiles_down = -(-rows // TILE_ROWS)
     tile_columns = TILE_COLUMNS if request.recipe.block_rows > 1 else TILE_BYTES // request.dtype.itemsize
-    tiles_across = -(-columns // tile_columns)
-    return grid(tiles_across * ((tiles_down + (1 << shift) - 1 >> shift) << shift), device, UNLIMITED)
+    tiles = -(-columns // tile_columns) * ((tiles_down + (1 << shift) - 1 >> shift) << shift)
+    steps = steps_per_block(tiles, device, PATCH_STEPS if request.recipe.block_rows == 1 else 1, PATCH_RESIDENT)
+    return grid(-(-tiles // steps), device, UNLIMITED)
 
 
 def _table_grid(request: LaunchRequest, device: Device) -> int:
@@ -414,14 +417,15 @@ def _row_grid(request: LaunchRequest, device: Device) -> int:
     if plan := row_plan(request, device):
         return plan.blocks
     if request.values and r.block and r.apply == "multiply":
-        return grid(value_blocks(rows, columns, request.dtype, VALUE_RUNS), device, UNLIMITED)
+        work = value_blocks(rows, columns, request.dtype, VALUE_RUNS)
+        steps = steps_per_block(work, device, PREPARED_STEPS if has_table(r) else PLAIN_STEPS)
+        return grid(-(-work // steps), device, UNLIMITED)
     if request.layout != "linear":
         rows, _ = padded_shape((rows, columns), request.layout)  # threads also write the padding of the scales
     work = -(-rows * (-(-columns // 16) * 16) * request.dtype.itemsize // (THREAD_BYTES * THREADS))
     prepares = has_table(r) or request.layout != "linear" or (r.block is not None and r.tensor_scaling == "row")
-    if not prepares:
-        return grid(work, device, UNLIMITED)
-    return grid(-(-work // steps_per_block(work, device, PREPARED_STEPS)), device, 96)
+    steps = steps_per_block(work, device, PREPARED_STEPS if prepares else PLAIN_STEPS)
+    return grid(-(-work // steps), device, 96 if prepares else UNLIMITED)
 
 
 def _threads_grid(request: LaunchRequest, device: Device, unit: int) -> int:

@@ -60,9 +60,12 @@ def resident_blocks(device: Device) -> int:
     return multiprocessors(device) * (MAX_THREADS // THREADS)
 
 
-def steps_per_block(steps: int, device: Device, most: int) -> int:
-    """Return how many of `steps` a thread block takes: at most `most`, and so few that the grid fills the GPU twice."""
-    return max(min(steps // (2 * resident_blocks(device)), most), 1)
+def steps_per_block(steps: int, device: Device, most: int, resident: int = MAX_THREADS // THREADS) -> int:
+    """Return how many of `steps` a thread block takes: at most `most`, and so few that the grid fills the GPU twice.
+
+    resident: how many thread blocks a multiprocessor runs at once.
+    """
+    return max(min(steps // (2 * resident * multiprocessors(device)), most), 1)
 
 
 def check_count(elements: int) -> None:

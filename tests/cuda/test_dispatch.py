@@ -61,6 +61,7 @@ CHOSEN = [
     # bytes. The number of tiles along columns is rounded up to a whole band, a power of two of tiles.
     (work(TE, columns=True), "quantize_columns", 32 * 64),
     (work(TE, (130, 144), columns=True), "quantize_columns", 2 * 2),
+    (work(TE, (16384, 16384), columns=True), "quantize_columns", 128 * 128 // 2),  # two tiles per thread block
     (work(TE, (130, 144), F32, columns=True), "quantize_columns", 2 * 3),
     (work(TE, (640, 48), columns=True), "quantize_columns", 8 * 1),  # five tiles in a band of eight
     (work(TE, columns=True, mask=TE_SIGN_MASK), "quantize_columns", 32 * 64),

@@ -18,7 +18,7 @@ from together import together
 from variants import E2M1_BIAS0, E2M1_BIAS3, E3M4, E4M3_IEEE, square, with_elements
 
 import fp4kit
-from fp4kit.cuda import launch, matrix
+from fp4kit.cuda import matrix
 from fp4kit.quantized.container import Quantized, packed_shape, scale_shape, tensor_amax_shape
 from fp4kit.recipes import RECIPES
 from fp4kit.recipes.rules import DECODE_RULES
@@ -271,7 +271,7 @@ def test_stochastic_rounding_of_sums_near_values(name, dtype) -> None:
 @pytest.mark.parametrize("name", ["nvfp4-te", "mxfp8-te"])
 def test_values_of_matrices_whose_thread_blocks_take_several_steps(name, monkeypatch) -> None:
     """A matrix decodes to the CPU's bits also if it is so large that a thread block takes DEQUANTIZE_STEPS steps."""
-    monkeypatch.setattr(launch, "resident_blocks", lambda device: 1)
+    monkeypatch.setattr(matrix, "steps_per_block", lambda steps, device, most: most)
     for layout in ("linear", "swizzled_128x4"):
         q = fp4kit.quantize(ordinary(4, (67, 1056), BF16), name, scale_layout=layout)
         agree(fp4kit.dequantize, q)

@@ -233,21 +233,19 @@ FP4KIT_DEVICE float decode(u32 code) {
 // 0 for 0 <= x <= 2^-127, 254 for x above 2^126 (infinity included), and 255 for NaN and x < 0. x must not be -0.
 // Equals PTX cvt.rp.satfinite.ue8m0.
 FP4KIT_DEVICE u32 encode_e8m0_rp(float x) {
-  if (is_nan(x) || x < 0.0f) return 255u;
-  const u32 bits = bits_of(x), field = bits >> 23, mantissa = bits & 0x7FFFFFu;
-  const u32 up = field == 0u ? mantissa > 0x400000u : mantissa > 0u;
-  return minimum(field + up, 254u);
+  const u32 bits = bits_of(x), up = minimum(bits, 0x7F000000u) + 0x7FFFFFu >> 23;
+  return (bits > 0x400000u ? up : 0u) + (bits > kInfinityBits);
 }
 
 // Return the value 2^(code - 127) of an E8M0 code. Code 0 gives the subnormal 2^-127, code 255 gives NaN.
 FP4KIT_DEVICE float value_of_e8m0(u32 code) {
-  return float_of(code << 23 | ((code + 1u) & 0xFEu ? 0u : 0x00400000u));  // without a branch
+  return float_of(maximum(code << 23, 0x00400000u) | (code == 255u ? 0x00400000u : 0u));
 }
 
 // Return the reciprocal 2^(127 - code) of the value of an E8M0 code. Code 254 gives the subnormal 2^-127, code 255
 // gives NaN.
 FP4KIT_DEVICE float inverse_e8m0(u32 code) {
-  return code == 255u ? nan_value() : float_of(code == 254u ? 0x00400000u : (254u - code) << 23);
+  return code == 255u ? nan_value() : float_of(maximum((254u - code) << 23, 0x00400000u));
 }
 
 // Float32, Float16 and Bfloat16 are the types of elements and values. `Bits` is the type in memory, and kLeastExponent

@@ -120,7 +120,9 @@ FP4KIT_DEVICE bool takes_fast_path(u32 largest, Factor f) {
   // with the reciprocal is within a relative 2^-22 of the quotient. A product below 6.9 stays below 7 even if it is
   // rounded to 8 or 11 bits.
   const float product = float_of(largest) * f.reciprocal;
-  bool takes = Path::kClamp || !Path::kE2m1 ? fabsf(product) <= kFltMax : product < (R::kRoundScaled ? 6.9f : 6.99f);
+  bool takes = Path::kComputesPairs           ? product < kPairsEnd
+               : Path::kClamp || !Path::kE2m1 ? fabsf(product) <= kFltMax
+                                              : product < (R::kRoundScaled ? 6.9f : 6.99f);
   if constexpr (R::kDivide) takes = takes & (f.value > 0x1p-90f) & (f.value < 0x1p90f);
   if constexpr (R::kRepacked && !R::kStochastic) takes = takes & keeps_codes<R, In>(f.value);
   if constexpr (!Path::kKeepsInputSign && Path::kIs16Bit) {  // require that no product of an element underflows to zero
@@ -128,8 +130,7 @@ FP4KIT_DEVICE bool takes_fast_path(u32 largest, Factor f) {
     takes = takes & (f.reciprocal >= float_of(static_cast<u32>(127 + kMinExponent) << 23));
   }
   // The factor times kPairScale must not underflow. A factor of 0 is allowed: its bits minus 1 are the largest integer.
-  if constexpr (Path::kComputesPairs)
-    takes = takes & (product < kPairsEnd) & (bits_of(f.value) - 1u >= bits_of(0x1p-124f) - 1u);
+  if constexpr (Path::kComputesPairs) takes = takes & (bits_of(f.value) - 1u >= bits_of(0x1p-124f) - 1u);
   // Instructions on pairs do not flush. Below this factor, every subnormal element has the code 0 anyway.
   if constexpr (R::kFlush && Path::kByPairs) takes = takes & (f.value < 0x1p100f);
   return takes;
