@@ -88,8 +88,8 @@ FP4KIT_DEVICE float divide_full(float a, float b) {
   return a * scaling * rcp_approx_ftz(b * scaling);
 }
 
-// Return a + b rounded toward zero, for a >= 0 and b > 0. The twin rounds the sum to float64 first; for all callers, that
-// changes nothing.
+// Return a + b rounded toward zero, for a >= 0 and b > 0. The twin first rounds the sum to float64, which changes no
+// caller's result.
 FP4KIT_DEVICE float add_rz(float a, float b) {
 #ifdef __CUDA_ARCH__
   return __fadd_rz(a, b);
