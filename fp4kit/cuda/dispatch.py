@@ -28,9 +28,9 @@ from fp4kit.reference.stochastic import HADAMARD_BLOCK
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 VALUE_RUNS = 2  # runs of 16 bytes that a thread of dequantize or fake_quantize writes
 MORE_VALUE_RUNS = 4  # such runs per thread if each thread block must prepare more, such as a table, before it starts
-# The most steps per thread block of quantize, if it must prepare a table or sizes, and if not; and the most tiles per
-# thread block of quantize_columns for blocks of one row. Four of its thread blocks fit on a multiprocessor.
-PREPARED_STEPS, PLAIN_STEPS, PATCH_STEPS, PATCH_RESIDENT = 4, 1, 2, 4
+# The most steps per thread block of quantize, if it must prepare a table or sizes, and the most tiles per thread block
+# of quantize_columns for blocks of one row. Four of its thread blocks fit on a multiprocessor.
+PREPARED_STEPS, PATCH_STEPS, PATCH_RESIDENT = 4, 2, 4
 WARP = 32  # threads per warp
 MANY_ROWS = 1 << 9
 MAX_TILE_BLOCK_COLUMNS = 32  # the widest block of quantize_tile, in which a thread holds one row of a block
@@ -418,13 +418,13 @@ def _row_grid(request: LaunchRequest, device: Device) -> int:
         return plan.blocks
     if request.values and r.block and r.apply == "multiply":
         work = value_blocks(rows, columns, request.dtype, VALUE_RUNS)
-        steps = steps_per_block(work, device, PREPARED_STEPS if has_table(r) else PLAIN_STEPS)
+        steps = steps_per_block(work, device, PREPARED_STEPS if has_table(r) else 1)
         return grid(-(-work // steps), device, UNLIMITED)
     if request.layout != "linear":
         rows, _ = padded_shape((rows, columns), request.layout)  # threads also write the padding of the scales
     work = -(-rows * (-(-columns // 16) * 16) * request.dtype.itemsize // (THREAD_BYTES * THREADS))
     prepares = has_table(r) or request.layout != "linear" or (r.block is not None and r.tensor_scaling == "row")
-    steps = steps_per_block(work, device, PREPARED_STEPS if prepares else PLAIN_STEPS)
+    steps = steps_per_block(work, device, PREPARED_STEPS if prepares else 1)
     return grid(-(-work // steps), device, 96 if prepares else UNLIMITED)
 
 

@@ -61,7 +61,6 @@ CHOSEN = [
     # bytes. The number of tiles along columns is rounded up to a whole band, a power of two of tiles.
     (work(TE, columns=True), "quantize_columns", 32 * 64),
     (work(TE, (130, 144), columns=True), "quantize_columns", 2 * 2),
-    (work(TE, (16384, 16384), columns=True), "quantize_columns", 128 * 128 // 2),  # two tiles per thread block
     (work(TE, (130, 144), F32, columns=True), "quantize_columns", 2 * 3),
     (work(TE, (640, 48), columns=True), "quantize_columns", 8 * 1),  # five tiles in a band of eight
     (work(TE, columns=True, mask=TE_SIGN_MASK), "quantize_columns", 32 * 64),
@@ -98,13 +97,8 @@ CHOSEN = [
     (work("mxfp4-ocp"), "quantize", 4096 * 8192 * 2 // (64 * 256)),
     (work(TE), "quantize", None),
     (work(TE, layout="swizzled_128x4"), "quantize", 4096 * 8192 * 2 // (64 * 256)),
-    (
-        work(TE, (8192, 8192), layout="swizzled_128x4"),
-        "quantize",
-        2731,
-    ),  # three steps of 8192 elements per thread block
-    (work(TE, (8192, 32768), layout="swizzled_128x4"), "quantize", 8192),  # four steps
-    (work("nvfp4-te-rowscaled", (32768, 32768)), "quantize", PIECES),
+    (work(TE, (8192, 32768), layout="swizzled_128x4"), "quantize", PIECES),
+    (work("nvfp4-te-rowscaled", (8192, 32768)), "quantize", PIECES),
     # If thread blocks find the amaxes of their rows, they take whole rows, without padding.
     (work("nvfp4-te-rowscaled", (64, 4096), finds_amax=True, layout="swizzled_128x4"), "quantize", 64),
     (work("nvfp4-te-rowscaled", (16384, 4096), finds_amax=True), "quantize", PIECES),
@@ -128,10 +122,19 @@ CHOSEN = [
 
 @pytest.mark.parametrize(("work", "kernel", "blocks"), CHOSEN, ids=[f"{i}-{k}" for i, (_, k, _) in enumerate(CHOSEN)])
 def test_kernel_and_grid_of_a_work(monkeypatch, work, kernel, blocks):
-    monkeypatch.setattr(launch, "multiprocessors", lambda device: 132)
     choice = kernel_for(work)
     assert choice.kernel == kernel
-    assert blocks is None or choice.grid(work, 0) == blocks
+    assert blocks is None or choice.grid(work, launch.Target("sm_90", 132)) == blocks
+
+
+def test_thread_blocks_take_several_steps_from_blackwell_on():
+    hopper, blackwell = (launch.Target(arch, 132) for arch in ("sm_90", "sm_100a"))
+    swizzled = work(TE, (8192, 8192), layout="swizzled_128x4")  # three steps of 8192 elements
+    assert [kernel_for(swizzled).grid(swizzled, d) for d in (hopper, blackwell)] == [8192, 2731]
+    columns = work(TE, (16384, 16384), columns=True)
+    assert [kernel_for(columns).grid(columns, d) for d in (hopper, blackwell)] == [128 * 128, 128 * 128 // 2]
+    steps = [launch.steps_per_block(n, blackwell, 4) for n in (1, 132 * 16, 132 * 16 * 3, 1 << 20)]
+    assert steps == [1, 1, 3, 4] and launch.steps_per_block(1 << 20, hopper, 4) == 1
 
 
 @pytest.mark.parametrize(
