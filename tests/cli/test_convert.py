@@ -106,6 +106,14 @@ def test_convert(tmp_path: Path, run: Run) -> None:
     assert ": 0 tensors converted, 12 with their codes kept, " in again.out
 
 
+def test_convert_says_whose_recipe_it_uses(tmp_path: Path, run: Run) -> None:
+    synthetic.dense(tmp_path / "m")
+    own, engine = "nvfp4-compressed-tensors", ("--engine", "transformers", "--scheme", "nvfp4-w4a16")
+    for given, text in (("nvfp4-te", f"nvfp4-te (yours; transformers' own is {own})"), (own, f"{own} (the weights of")):
+        out = run("convert", tmp_path / "m", tmp_path / given, "--recipe", given, *engine).out
+        assert f"recipe: {text}" in out.replace("\n  ", " ")
+
+
 def test_convert_warns_of_float32_models_in_transformers(tmp_path: Path, run: Run) -> None:
     """The note about transformers is printed only for a float32 model whose layers have block scales.
 

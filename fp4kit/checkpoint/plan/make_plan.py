@@ -345,8 +345,10 @@ def make_plan(source: str | Path, recipe_id: str | Recipe | None = None, **optio
             recipe_id, why = liked.recipe, f"--like {like}, whose activations are {liked.activations}"
             request = replace(request, recipe=recipe(recipe_id), chosen=why)
     if row is not None:
-        recipe_id = row.weights if recipe_id is None else recipe_id
         why = request.chosen or f"the weights of {row.engine} {row.scheme}"
+        if recipe_id is not None and request.recipe != row.weights:
+            why = f"yours; {row.engine}'{'s' * (row.engine[-1] != 's')} own is {row.weights.id}"
+        recipe_id = row.weights if recipe_id is None else recipe_id
         format = request.format if request.format == gguf_model.GGUF else row.format
         request = replace(request, recipe=recipe(recipe_id), format=format, chosen=why)
     codes = options.get("codes")
