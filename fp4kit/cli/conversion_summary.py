@@ -23,7 +23,7 @@ from fp4kit.checkpoint.selection.names import ENGINE
 from fp4kit.checkpoint.verify.reencode import SampledError, sampled_error
 from fp4kit.checkpoint.verify.verify import VerifyReport
 from fp4kit.contract.engine_table import VERSIONS
-from fp4kit.storage.files import CheckpointError, counted, shown
+from fp4kit.storage.files import FLOAT_DTYPES, CheckpointError, counted, shown
 
 # format -> the engine for which it is made, for formats of which engine_table.py says nothing
 _OWN_ENGINES = {"gguf": ENGINE, mlx.FORMAT: mlx.ENGINE, comfy.FORMAT: comfy.ENGINE}
@@ -33,7 +33,7 @@ _SERVE = {
     ENGINE: "llama-server -m {}",
     mlx.ENGINE: "mlx_lm.server --model {}",
 }
-_LOAD = 'python -c "from transformers import AutoModel; AutoModel.from_pretrained({!r})"'
+_LOAD = 'python -c "from transformers import AutoModel; AutoModel.from_pretrained({!r}{})"'
 _UNKNOWN = "the requirements of loaders are not known"  # a part of a warning of verify about layers
 _MOST_KEPT = 3  # how many layers the advice about --keep names
 
@@ -60,7 +60,8 @@ def summary_of(report: ConversionReport) -> Summary:
     """
     engines, config = _engines(report), report.plan.source.config
     rejections = rejections_of(report.findings)
-    return Summary(engines, rejections, serve_command(config, report.destination, engines), _error(report))
+    serve = serve_command(report.plan.format_name, config, report.destination, engines)
+    return Summary(engines, rejections, serve, _error(report))
 
 
 def _error(report: ConversionReport) -> SampledError | None:
@@ -89,13 +90,19 @@ def _engines(report: ConversionReport) -> tuple[str, ...]:
     return found
 
 
-def serve_command(config: Mapping[str, Any], path: Path, engines: tuple[str, ...]) -> str:
-    """Return the command line that serves a model, or that loads it in Python; "" if no engine has a command."""
+def _classes(config: Mapping[str, Any]) -> list[str]:
     classes = config.get("architectures")
-    names = [name for name in classes if isinstance(name, str)] if isinstance(classes, list) else []
-    generates = any(name.endswith(("ForCausalLM", "ForConditionalGeneration")) for name in names)
-    if "transformers" in engines and not generates:
-        return _LOAD.format(str(path))
+    return [name for name in classes if isinstance(name, str)] if isinstance(classes, list) else []
+
+
+def _generates(config: Mapping[str, Any]) -> bool:
+    return any(name.endswith(("ForCausalLM", "ForConditionalGeneration")) for name in _classes(config))
+
+
+def serve_command(format_name: str, config: Mapping[str, Any], path: Path, engines: tuple[str, ...]) -> str:
+    """Return the command line that serves a model, or that loads it in Python; "" if no engine has a command."""
+    if "transformers" in engines and not _generates(config):
+        return _LOAD.format(str(path), ", dtype='bfloat16'" * _decodes_to_bfloat16(format_name))
     quoted = shlex.quote(str(path))
     return next((_SERVE[engine].format(quoted) for engine in engines if engine in _SERVE), "")
 
@@ -107,7 +114,9 @@ def verified_serve_command(report: VerifyReport) -> str:
     config = inspect_checkpoint(report.path).config or {}
     methods = {name.partition(" ")[0] for name in report.formats}
     form = report.formats[0] if len(report.formats) == 1 else MIXED.get(methods.pop()) if len(methods) == 1 else None
-    return "" if form is None else serve_command(config, report.path, engines_that_load(form, config, report.issues))
+    if form is None:
+        return ""
+    return serve_command(form, config, report.path, engines_that_load(form, config, report.issues))
 
 
 def body_of(summary: Summary) -> dict[str, Any]:
@@ -129,12 +138,13 @@ def lines_of(report: ConversionReport, summary: Summary) -> Iterator[str]:
         yield from _error_lines(summary.error)
     if summary.engines:
         names = (f"{name} {VERSIONS[name]}" if name in VERSIONS else name for name in summary.engines)
-        family = support.family_of(plan.source.config)
+        config = plan.source.config
+        family = support.family_of(config)
         yield f"engines that load {plan.format_name} for {family} models: {', '.join(names)}"
-        if "transformers" in summary.engines and _fails_in_float32(plan):
+        if "transformers" in summary.engines and _needs_bfloat16(plan):
             yield (
-                "note: transformers decodes these layers to bfloat16, so the forward pass of this float32 model fails"
-                " unless you load it with dtype=torch.bfloat16"
+                "note: transformers decodes these layers to bfloat16, so the forward pass of this model fails unless"
+                " you load it with dtype=torch.bfloat16"
             )
     for engine, why in summary.rejections.items():
         yield f"rejected by {engine}: {why}"
@@ -149,13 +159,19 @@ def lines_of(report: ConversionReport, summary: Summary) -> Iterator[str]:
     yield f"next: fp4kit verify {paths}{'' if adapter is None else f' --adapter {shlex.quote(str(adapter.root))}'}"
 
 
-def _fails_in_float32(plan: Plan) -> bool:
-    """Return whether transformers loads the result as a float32 model whose quantized layers compute in bfloat16."""
+def _decodes_to_bfloat16(format_name: str) -> bool:
+    """Return whether transformers decodes layers to bfloat16, whatever the dtype of the model is."""
+    return format_name.startswith("compressed-tensors") and "FP8" not in format_name
+
+
+def _needs_bfloat16(plan: Plan) -> bool:
+    """Return whether transformers would load the result in another dtype than that of its decoded layers."""
     config = plan.source.config
     text = config.get("text_config")
     dtypes = [part.get(name) for part in (config, text) if isinstance(part, dict) for name in ("dtype", "torch_dtype")]
-    blocks = plan.format_name.startswith("compressed-tensors") and "FP8" not in plan.format_name
-    return blocks and "float32" in dtypes
+    floats = (entry.dtype for _, entry in plan.source.tensors.values() if entry.dtype in FLOAT_DTYPES)
+    dtypes = [one for one in dtypes if one] or [next(floats, "")]  # without a dtype, that of the first tensor counts
+    return _decodes_to_bfloat16(plan.format_name) and not {*dtypes} <= {"bfloat16", "BF16"}
 
 
 def recipe_line(plan: Plan) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -27,6 +28,7 @@ from fp4kit.checkpoint.identify.run import identify_checkpoint
 from fp4kit.checkpoint.loaders import support
 from fp4kit.checkpoint.selection.selection import Wishes
 from fp4kit.checkpoint.verify.verify import verify
+from fp4kit.cli.conversion_summary import lines_of, summary_of
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # set before the import, so that no server is contacted
 torch = pytest.importorskip("torch")
@@ -128,6 +130,21 @@ def _logits(model: Any) -> Any:
 
 def _bits(x: Any) -> Any:
     return x.detach().contiguous().view(torch.int16)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("target", [NVFP4, MXFP4, MXFP8, ("mxfp8-te", "sglang-mxfp8"), FP8_ROWS], ids="-".join)
+def test_the_printed_command_loads_a_model_that_runs(target: Target, dtype: str, tmp_path: Path) -> None:
+    """Neither the dtype of the source nor that of decoded layers makes a forward pass fail."""
+    config = transformers.BertConfig(intermediate_size=96, **SIZES)
+    transformers.BertModel(config).to(getattr(torch, dtype)).save_pretrained(tmp_path / "m")
+    report = convert(tmp_path / "m", tmp_path / "q", target[0], format=target[1])
+    summary = summary_of(report)
+    model = eval(shlex.split(summary.serve)[-1].partition("; ")[2], {"AutoModel": transformers.AutoModel})
+    with torch.no_grad():
+        assert model(TOKENS).last_hidden_state.isfinite().all()
+    lines = "\n".join(lines_of(report, summary))
+    assert ("dtype=torch.bfloat16" in lines) == (dtype != "bfloat16" and target in (NVFP4, MXFP4, MXFP8))
 
 
 TARGETS: dict[str, list[Target]] = {
