@@ -139,8 +139,11 @@ def lines_of(report: ConversionReport, summary: Summary) -> Iterator[str]:
     if summary.engines:
         names = (f"{name} {VERSIONS[name]}" if name in VERSIONS else name for name in summary.engines)
         config = plan.source.config
+        other = (
+            "" if _generates(config) else f" ({' or '.join(_classes(config)) or 'this model'} itself was not examined)"
+        )
         family = support.family_of(config)
-        yield f"engines that load {plan.format_name} for {family} models: {', '.join(names)}"
+        yield f"engines that load {plan.format_name} for {family} models{other}: {', '.join(names)}"
         if "transformers" in summary.engines and _needs_bfloat16(plan):
             yield (
                 "note: transformers decodes these layers to bfloat16, so the forward pass of this model fails unless"

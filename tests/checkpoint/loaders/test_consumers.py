@@ -144,6 +144,7 @@ def test_the_printed_command_loads_a_model_that_runs(target: Target, dtype: str,
     with torch.no_grad():
         assert model(TOKENS).last_hidden_state.isfinite().all()
     lines = "\n".join(lines_of(report, summary))
+    assert "for dense models (BertModel itself was not examined): " in lines
     assert ("dtype=torch.bfloat16" in lines) == (dtype != "bfloat16" and target in (NVFP4, MXFP4, MXFP8))
 
 
