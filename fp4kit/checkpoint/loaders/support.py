@@ -92,19 +92,24 @@ def engines_for(container_id: str, family: str) -> tuple[str, ...]:
     return tuple(engine for engine in SERVING if cell(container_id, family, engine).status == "loads")
 
 
-def _rank(container_id: str, family: str) -> tuple[int, int, int]:
-    """Return a sort key of three numbers for a container and a family of models; a larger key is better."""
-    cells = [cell(container_id, family, engine) for engine in SERVING]
-    loads = [each for each in cells if each.status == "loads"]
-    return len(loads), -sum(each.status == "wrong values" for each in cells), sum(each.how == "run" for each in loads)
+def _rank(format: str, container_id: str, family: str, producer: str) -> tuple[int, ...]:
+    """Return a sort key for a container, a family of models and a recipe's producer; a larger key is better."""
+    cells = {engine: cell(container_id, family, engine) for engine in VERSIONS}
+    serving = [cells[engine].status for engine in SERVING]
+    loads = [each for each in cells.values() if each.status == "loads"]
+    is_own = bool(producer) and format.startswith(producer)
+    runs = sum(each.how == "run" for each in loads)
+    return serving.count("loads"), -serving.count("wrong values"), is_own, len(loads), runs
 
 
-def best_format(kind: str, family: str) -> str | None:
-    """Return the format that most serving engines load for recipes of ``kind`` and a model of ``family``."""
+def best_format(kind: str, family: str, producer: str = "") -> str | None:
+    """Return the format that most serving engines load for recipes of ``kind`` and a model of ``family``. Of several,
+    the format of the recipe's producer is returned, otherwise the one that most engines and libraries load.
+    """
     if kind not in KINDS:
         raise ValueError(f"best_format: recipe kind {kind!r}; one of {', '.join(KINDS)} is needed")
     found = (loaded_container(format, kind) for format in FORMATS if format != "bf16")
-    best = max((each for each in found if each is not None), key=lambda each: _rank(each.id, family))
+    best = max((each for each in found if each is not None), key=lambda each: _rank(each.format, each.id, family, producer))
     return best.format if engines_for(best.id, family) else None
 
 

@@ -593,7 +593,7 @@ class Request:
             return self.format
         kinds = [kind_of(one) for one in (self.recipe, *(each for _, each in self.recipes))]
         family = support.family_of(config)
-        best = support.best_format(kinds[0], family)
+        best = support.best_format(kinds[0], family, self.recipe.producer)
         ordered = [*MIXED] if len({*kinds}) > 1 else [*([best] if best else []), *FORMATS[:-1]]
         return next((f for f in ordered if not any(support.refusal(f, kind, family) for kind in kinds)), best)
 
@@ -627,7 +627,7 @@ class Request:
         """Return the container to write for a model in one of FORMATS, the best one if the user names none."""
         kind, family = kind_of(self.recipe), support.family_of(config)
         # If no format fits, use "modelopt": it is refused below, with a message that says what to do.
-        wanted = self.format or support.best_format(kind, family) or "modelopt"
+        wanted = self.format or support.best_format(kind, family, self.recipe.producer) or "modelopt"
         refused = support.refusal(wanted, kind, family)
         if refused:
             raise CheckpointError(refused)

@@ -20,8 +20,10 @@ from fp4kit.checkpoint.convert.convert import convert
 from fp4kit.checkpoint.loaders import support
 from fp4kit.checkpoint.loaders.requirements import SIZES, SPLITS, obstacles, sharding_of
 from fp4kit.checkpoint.model.weights import Weight
+from fp4kit.checkpoint.plan.request import Request
 from fp4kit.checkpoint.verify.verify import verify
 from fp4kit.contract.engine_table import VERSIONS
+from fp4kit.recipes import recipe
 
 
 def test_only_unknown_cells_lack_a_source() -> None:
@@ -48,6 +50,20 @@ def test_the_best_format_loads_in_most_engines(kind: str, family: str) -> None:
             counts[used] = len(support.engines_for(target.id, family))
     best = support.best_format(kind, family)
     assert max(counts.values()) == (counts[best] if best else 0)
+
+
+def test_among_equal_formats_the_best_is_that_of_the_producer() -> None:
+    """MXFP8 has a format that vLLM and transformers load, and one that SGLang and transformers load."""
+    found = {name: support.best_format("mxfp8", "dense", name) for name in ("", "te", "compressed-tensors", "sglang")}
+    assert [*found.values()] == [*["compressed-tensors"] * 3, "sglang-mxfp8"]
+    assert support.best_format("mxfp8", "stacked_moe", "compressed-tensors") == "compressed-tensors"
+    assert support.best_format("mxfp8", "moe", "compressed-tensors") == "sglang-mxfp8"  # more engines load it
+    config = {"architectures": ["BertModel"]}
+    for name in ("mxfp8-te", "mxfp8-compressed-tensors"):
+        form = Request.of(recipe(name), {}).form_for(config)
+        assert form is not None and form.format == "compressed-tensors"
+    form = Request.of(recipe("mxfp8-compressed-tensors"), {}).form_for({"model_type": "qwen3_vl_moe"})
+    assert form is not None and form.format == "compressed-tensors"
 
 
 @pytest.mark.parametrize("used", FORMATS)
