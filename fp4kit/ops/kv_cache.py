@@ -158,7 +158,8 @@ def dequantize_kv(
     parts, values = cache.read(slots), []
     for codes, block_scales, scale in zip(parts[::2], parts[1::2], scales, strict=True):
         given = None if r.tensor_rule is None else float(scale)  # a float fits codes on any device
-        values.append(dequantize(Quantized.from_parts(codes, block_scales, given, recipe=r, dtype=dtype)))
+        q = Quantized.from_parts(codes, block_scales, given, recipe=r, dtype=dtype, tensor_scale_divides=False)
+        values.append(dequantize(q))
     return values[0], values[1]
 
 

@@ -25,6 +25,7 @@ from fp4kit.formats import E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, FLOATS, INT4, INT
 from fp4kit.layouts import check_axis, check_layout, pack, padded_shape
 from fp4kit.lazy import FUNCTIONS
 from fp4kit.recipes import Recipe, recipe_of
+from fp4kit.recipes.rules import STORES_DIVISOR
 from fp4kit.recipes.schema import check_one_level, tensor_scale_dtype
 from fp4kit.types import ScaleLayout
 
@@ -535,7 +536,7 @@ class Quantized:
         dtype: Any = "bfloat16",
         axis: int = -1,
         scale_layout: ScaleLayout = "linear",
-        tensor_scale_divides: bool = False,
+        tensor_scale_divides: bool | None = None,
         high_nibble_first: bool = False,
     ) -> Quantized:
         """Make a Quantized from the tensors of a checkpoint. Arrays are copied only if their bytes must change.
@@ -556,7 +557,8 @@ class Quantized:
             axis: the axis of x along which blocks run.
             scale_layout: layout of block_scale.
             tensor_scale_divides: True if the stored tensor scale divides on decode, as the weight_global_scale of
-                compressed-tensors does.
+                compressed-tensors does. False if it multiplies. None, the default, means False, but is an error if the
+                producer's own files store a divisor, as those of compressed-tensors, vLLM and AutoRound do.
             high_nibble_first: True if the even element of a pair of codes is in the high nibble.
 
         Returns:
@@ -566,10 +568,10 @@ class Quantized:
 
         Raises:
             TypeError: a dtype is not one of the recipe's, packed is None or not an array, or a flag is not a bool.
-            ValueError: a tensor scale is not a float32 number, or it divides and is 0 or None; codes have more bits
-                than the element; an odd number of 4-bit codes is stored one per byte; high_nibble_first is set although
-                no codes share a byte; the recipe has no codes; the arrays are on several devices; or a check of
-                Quantized fails.
+            ValueError: a tensor scale is not a float32 number, or it divides and is 0 or None; tensor_scale_divides is
+                None although the producer's files store a divisor; codes have more bits than the element; an odd number
+                of 4-bit codes is stored one per byte; high_nibble_first is set although no codes share a byte; the
+                recipe has no codes; the arrays are on several devices; or a check of Quantized fails.
 
         Numerics:
             If the tensor scale divides, tensor_scale is 1 / tensor_scale, rounded to nearest even. If the divisor needs
@@ -598,7 +600,12 @@ class Quantized:
             raise ValueError(f"{op}: {r.id} is a fake quantizer and has values only; needs a recipe with codes")
         check_layout(op, scale_layout)
         high_nibble_first = as_flag(op, "high_nibble_first", high_nibble_first)
-        tensor_scale_divides = as_flag(op, "tensor_scale_divides", tensor_scale_divides)
+        if tensor_scale_divides is None and tensor_scale is not None and r.tensor_rule in STORES_DIVISOR:
+            raise ValueError(
+                f"{op}: the producer of {r.id} stores a tensor scale that divides, such as weight_global_scale; needs"
+                " tensor_scale_divides=True for it, or tensor_scale_divides=False for one that multiplies"
+            )
+        divides = as_flag(op, "tensor_scale_divides", False if tensor_scale_divides is None else tensor_scale_divides)
         tensors = import_parts(op, packed=packed, block_scale=block_scale, tensor_scale=tensor_scale)
         codes = imported_codes(op, tensors["packed"], r, high_nibble_first)
         shape = shape_of(op, codes, r, as_index(op, "axis", axis)) if shape is None else as_shape(op, shape)
@@ -606,7 +613,7 @@ class Quantized:
         padded = None if scale_layout == "linear" else shapes.block_scale
         scales = imported_scales(op, tensors["block_scale"], r, padded)
         scale, amax = imported_tensor_scale(
-            *(op, tensors["tensor_scale"], codes, shapes.tensor_scale, tensor_scale_divides),
+            *(op, tensors["tensor_scale"], codes, shapes.tensor_scale, divides),
             lambda divisors: FUNCTIONS["Quantized.from_parts"](divisors, r, numpy_dtype(op, dtype)),
         )
         with _suspecting_a_swap(codes, scales, scale_layout):

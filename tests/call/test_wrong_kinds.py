@@ -145,7 +145,7 @@ def test_fake_quantizers_round_to_nearest_alone():
 
 
 @pytest.mark.parametrize("flag", ["high_nibble_first", "tensor_scale_divides"])
-@pytest.mark.parametrize("value", ["False", 2, 0.5, None, [], np.zeros(2)], ids=str)
+@pytest.mark.parametrize("value", ["False", 2, 0.5, {}, [], np.zeros(2)], ids=str)
 def test_flags_of_from_parts(flag, value):
     """A flag must be a bool: the truth value of another object could change the values without an error."""
     with pytest.raises(TypeError, match=f"^from_parts: {flag} is .*; needs True or False"):

@@ -31,9 +31,10 @@ def both(name, **options):
 @pytest.mark.parametrize("name", NAMES)
 def test_from_parts(name):
     host, gpu = both(name)
-    found = Quantized.from_parts(gpu.packed, gpu.block_scale, gpu.tensor_scale, recipe=name, dtype=F32)
+    given = {"recipe": name, "dtype": F32, "tensor_scale_divides": False}
+    found = Quantized.from_parts(gpu.packed, gpu.block_scale, gpu.tensor_scale, **given)
     assert found.packed is gpu.packed
-    assert_same(found, Quantized.from_parts(host.packed, host.block_scale, host.tensor_scale, recipe=name, dtype=F32))
+    assert_same(found, Quantized.from_parts(host.packed, host.block_scale, host.tensor_scale, **given))
 
 
 @pytest.mark.parametrize(("number", "divides"), [(0.25, False), (F32([4]), True), (np.array(0.25), False)])

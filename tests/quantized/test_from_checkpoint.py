@@ -32,7 +32,8 @@ def built(q, packed=None, block_scale=None, tensor_scale=None, **options):
     """
     given = [q.packed if packed is None else packed, q.block_scale if block_scale is None else block_scale]
     given.append(q.tensor_scale if tensor_scale is None else tensor_scale)
-    return Quantized.from_parts(*given, **{"recipe": q.recipe, "dtype": q.dtype, "axis": q.axis} | options)
+    own = {"recipe": q.recipe, "dtype": q.dtype, "axis": q.axis, "tensor_scale_divides": False}
+    return Quantized.from_parts(*given, **own | options)
 
 
 def assert_same(found, q):
@@ -193,6 +194,18 @@ def test_a_divisor_of_another_rule_has_no_amax():
             assert found.tensor_amax is None
 
 
+@pytest.mark.parametrize("recipe", ["nvfp4-compressed-tensors", "nvfp4-compressed-tensors-static", "nvfp4-auto-round"])
+def test_a_recipe_whose_files_store_a_divisor_needs_the_flag(recipe):
+    """Without the flag, a divisor would be taken for a factor, and the values would be wrong by far."""
+    q = fp4kit.quantize(X, recipe)
+    divisor = F32(1) / q.tensor_scale
+    with pytest.raises(ValueError, match=r"tensor_scale_divides=True for it, or tensor_scale_divides=False for one"):
+        Quantized.from_parts(q.packed, q.block_scale, divisor, recipe=recipe)
+    assert_same_bits(built(q, tensor_scale=divisor, tensor_scale_divides=True).tensor_scale, F32(1) / divisor)
+    assert_same_bits(built(q, tensor_scale_divides=False).tensor_scale, q.tensor_scale)
+    assert Quantized.from_parts(q.packed, q.block_scale, F32(1), recipe="nvfp4-te").tensor_scale == 1
+
+
 def test_a_divisor_is_inverted_as_float32():
     rng = np.random.default_rng(6)
     divisors = np.exp2(rng.uniform(-120, 120, 4000)).astype(F32)
@@ -251,7 +264,9 @@ def test_torch_tensors(name):
             codes = codes.view(getattr(torch, names.get(q.recipe.element.name, "uint8"), torch.uint8))
             scales = scales if scales is None else scales.view(getattr(torch, names[q.recipe.scale.name]))
         parameter = torch.nn.Parameter(codes, requires_grad=False)
-        tensors = Quantized.from_parts(parameter, scales, numbers, recipe=name, dtype=q.dtype)
+        tensors = Quantized.from_parts(
+            parameter, scales, numbers, recipe=name, dtype=q.dtype, tensor_scale_divides=False
+        )
         assert type(tensors.packed) is torch.Tensor and tensors.dequantize().dtype == torch.bfloat16
         found = tensors.imported()
         assert_same(found, q)

@@ -306,9 +306,8 @@ def test_recipes_are_values(r, tmp_path):
     fp4kit.save(path, {"w": q})
     loaded = fp4kit.load(path)["w"]
     assert loaded.recipe == r and loaded.equals(q) and pickle.loads(pickle.dumps(q)).equals(q)
-    again = fp4kit.Quantized.from_parts(
-        q.packed, block_scale=q.block_scale, tensor_scale=q.tensor_scale, recipe=r, shape=q.shape, dtype=q.dtype
-    )
+    given = {"recipe": r, "shape": q.shape, "dtype": q.dtype, "tensor_scale_divides": False}
+    again = fp4kit.Quantized.from_parts(q.packed, block_scale=q.block_scale, tensor_scale=q.tensor_scale, **given)
     assert_same_bits(agree(fp4kit.dequantize, again), fp4kit.dequantize(q))
     assert r.id in str(r) and str(r.element) in str(r) and r.id in str(q) and "<" in q._repr_html_()
 
