@@ -492,7 +492,7 @@ def _percent(fraction: float) -> str:
 
 @ieee(OP)
 def compare_recipes(
-    x: Array, recipes: Sequence[RecipeId | Recipe], *, axis: int = -1, tensor_amax: Any = None
+    x: Array, recipes: Sequence[RecipeId | Recipe] = (), *, axis: int = -1, tensor_amax: Any = None
 ) -> RecipeComparison:
     """Quantize x by several recipes, and report how close each is to x, and what differs between every pair.
 
@@ -538,7 +538,8 @@ def compare_recipes(
     if not isinstance(recipes, (list, tuple)):
         raise TypeError(f"{OP}: recipes is {recipes!r}; needs a list of at least two recipes")
     if len(recipes) < 2:
-        raise ValueError(f"{OP}: recipes has {len(recipes)} entries; needs at least two recipes")
+        needed = "needs at least two recipes, such as ['nvfp4-te', 'mxfp4-ocp']"
+        raise ValueError(f"{OP}: recipes has {len(recipes)} entries; {needed}")
     chosen = [recipe_of(OP, r) for r in recipes]
     array: np.ndarray = import_to_host(OP, x=x)
     for r in chosen:

@@ -68,8 +68,7 @@ def recipes(of: str | None = None) -> tuple[str, ...]:
         return tuple(ALL_RECIPES)
     found = family(as_word("recipes", "of", of))
     if not found:
-        needed = "needs a format or a producer, such as 'nvfp4' or 'modelopt'"
-        raise ValueError(f"recipes: no recipe is of {of!r:.60}; {needed}")
+        raise ValueError(f"recipes: no recipe is of {of!r:.60}; {_hint(of, _OF)}")
     return found
 
 
@@ -121,8 +120,11 @@ _ELSEWHERE = {
 }
 
 
-def _hint(id: str) -> str:
-    """Return the end of the error message for an unknown id, which suggests what the user may have meant."""
+_OF = "needs a format or a producer, such as 'nvfp4' or 'modelopt'"
+
+
+def _hint(id: str, needed: str = "see fp4kit.recipes(), or run `fp4kit recipes`") -> str:
+    """Return the end of the error message for an unknown id: what the user may have meant, otherwise ``needed``."""
     written = id.strip().lower().replace("_", "-")
     if written in ALL_RECIPES or written in ALIASES:
         return _did_you_mean([written])
@@ -130,13 +132,15 @@ def _hint(id: str) -> str:
         return _ELSEWHERE[written]
     if not (members := family(written)):
         names = {_plain(name): id for id, p in PRODUCERS.items() for name in (*p.name.split(" ("), p.package, p.name)}
-        written = names.get(_plain(written), written)
+        format, _, rest = written.partition("-")  # nvfp4-transformer-engine is nvfp4-te
+        own = rest and names.get(_plain(rest))
+        written = names.get(_plain(written)) or (f"{format}-{own}" if own else written)
         members = family(written)
     if members:
         more = f" `fp4kit recipes {written}` lists all {len(members)}" if len(members) > 3 else ""
         return _did_you_mean(sorted(members, key=lambda name: name.count("-"))[:3]) + more
     nearest = difflib.get_close_matches(written, [*ALL_RECIPES, *ALIASES], n=3, cutoff=0.6)
-    return _did_you_mean(nearest) if nearest else "see fp4kit.recipes()"
+    return _did_you_mean(nearest) if nearest else needed
 
 
 def _plain(name: str) -> str:

@@ -68,7 +68,7 @@ ERRORS = [
     (quantize(x=X[0], scale_layout="swizzled_128x4"), ValueError, "quantize: x is 1-d; swizzled_128x4 scales need the"),
     (both(rounding="stochastic", seed=np.zeros(X.shape, np.uint8)), TypeError, "quantize_both: seed is an array;"),
     (lambda: fp4kit.quantize("nvfp4", X), TypeError, "quantize: recipe is a ndarray; needs an id such as 'nvfp4-te'"),
-    (lambda: fp4kit.recipe("zzz"), ValueError, "recipe: no recipe is called 'zzz'; see fp4kit.recipes()"),
+    (lambda: fp4kit.recipe("zzz"), ValueError, "recipe: no recipe is called 'zzz'; see fp4kit.recipes(), or"),
     (quantize(hadamard="signs"), ValueError, "quantize: hadamard is 'signs'; needs False, True or 'no_signs'"),
     (quantize(hadamard=1), ValueError, "quantize: hadamard is 1; needs False, True or 'no_signs'"),
     (quantize("int8-modelopt", x=X[:, :24], hadamard=True), ValueError, "quantize: axis 1 has length 24; the"),
@@ -209,7 +209,9 @@ FAMILIES = {
     "gguf": "did you mean 'nvfp4-gguf' or 'mxfp4-gguf'?",
     "nf4": "make one: fp4kit.custom_recipe('my-nf4', fp4kit.formats.NF4, 'float32', block=64)",
     "AWQ": "AWQ chooses scales; pass them to quantize as block_scale and tensor_scale",
-    "foo": "see fp4kit.recipes()",
+    "nvfp4-transformer-engine": "did you mean 'nvfp4-te' or",
+    "mxfp4-llama.cpp": "did you mean 'mxfp4-gguf'?",
+    "foo": "see fp4kit.recipes(), or run `fp4kit recipes`",
 }
 
 
@@ -225,6 +227,10 @@ def test_recipes_of_a_format_or_a_producer():
     text = "recipes: no recipe is of 'foo'; needs a format or a producer, such as 'nvfp4' or 'modelopt'"
     with pytest.raises(ValueError, match=f"^{re.escape(text)}$"):
         fp4kit.recipes("foo")
+    with pytest.raises(ValueError, match=r"^recipes: no recipe is of 'llama\.cpp'; did you mean 'nvfp4-gguf' or"):
+        fp4kit.recipes("llama.cpp")
+    with pytest.raises(ValueError, match=r"recipes has 0 entries; needs at least two recipes, such as \['nvfp4-te'"):
+        fp4kit.compare_recipes(np.ones((1, 32), np.float32))
 
 
 ROWS = np.random.default_rng(0).standard_normal((32, 64)).astype(np.float32)
