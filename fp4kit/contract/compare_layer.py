@@ -61,7 +61,8 @@ class LayerParity:
         examined: the number of elements whose code, scale or value differs and whose steps were compared. For the step
             "product", count and examined are both the number of products that differ.
         steps: (step, number of examined elements whose first difference is at this step) pairs, in the order of steps.
-        element: one element that differs, with its values on both sides, as text.
+        element: one element that differs, with its values on both sides, as text; if tensor scales differ and all
+            values are equal, one tensor scale.
         setting: the setting that differs, with advice on how to make the sides equal; "" if none is known to differ.
         worked: the steps by which each side computes this element. None if a side's recipe is unknown, if the order of
             stored bytes is wrong, if a tensor amax is NaN, or if only products differ. Elements are shown after the
@@ -308,13 +309,25 @@ def compare_layer(name: str, kind: Kind, sides: tuple[Rows, Rows], rows: np.ndar
     if "scales" in masks and isinstance(a.part, Quantized):
         other_scales = np.repeat(masks["scales"], a.part.recipe.block_size, axis=1)
     affected = affected | other_scales
+    alone = masks["tensor_scales"] if "tensor_scales" in masks and not affected.any() else None
     affected = affected if affected.any() else np.ones_like(affected)
     if a.served_dtype != b.served_dtype and not any(mask.any() for part, mask in masks.items() if part != "values"):
         both = f"{a.served_dtype or 'none'} in {a.label} and {b.served_dtype or 'none'} in {b.label}"
         wrong = f"served_dtype is {both}; decode to one dtype on both sides"
         if not differing_bits(*decoded).any():
             sides = replace(a, how=None), replace(b, how=None, step="decode", wrong=wrong)
-    return _explained(found, sides, rows, (affected, other_scales), values)
+    found = _explained(found, sides, rows, (affected, other_scales), values)
+    return found if alone is None else replace(found, **_of_tensor_scales(sides, alone))
+
+
+def _of_tensor_scales(sides: tuple[Rows, Rows], differ: np.ndarray) -> dict[str, Any]:
+    """Return what explains a layer in which tensor scales differ, and decoded values do not."""
+    at = int(np.argmax(differ))
+    parts = [(one.label, one.part) for one in sides if isinstance(one.part, Quantized)]
+    both = [(label, np.ravel(np.asarray(q.tensor_scale))[at]) for label, q in parts]
+    values = " and ".join(f"{label} {value!s} ({_bits(value)})" for label, value in both)
+    text = f"tensor scales: {int(differ.sum()):,} of {differ.size:,} differ: {values}; all decoded values are equal"
+    return {"count": 0, "examined": 0, "steps": (), "element": text}
 
 
 def _equal_bytes(name: str, kind: Kind, a: Rows, b: Rows, total: int) -> LayerParity | None:

@@ -55,6 +55,24 @@ def test_equal_sides_are_equal_in_every_bit():
     assert every[0].products == (0, 64 * 32) and [layer.kind for layer in every[3:]] == ["input", "kv cache"]
 
 
+@pytest.mark.parametrize("weights", [None, W])
+@pytest.mark.parametrize("recipe", ["nvfp4-te", "nvfp4-te-rowscaled"])
+def test_tensor_scales_that_differ_in_no_value(recipe, weights):
+    """The text names the tensor scales, and calls no element different."""
+    q = fp4kit.quantize(W["m.down_proj.weight"], recipe)
+    scales = q.tensor_scale.copy()
+    scales.flat[-1] = np.nextafter(scales.flat[-1], np.float32(0))
+    sides = [
+        (BASE.stating(served_dtype="bfloat16"), {"m.down_proj": one}) for one in (q, replace(q, tensor_scale=scales))
+    ]
+    layer = one(parity(*sides, weights=weights))
+    assert layer.values == (0, 32 * 384) and layer.tensor_scales == (1, scales.size)
+    assert layer.step in ("tensor scale", "amax") and layer.count == layer.examined == 0
+    text = f"tensor scales: 1 of {scales.size} differ: train {q.tensor_scale.flat[-1]!s} ("
+    assert text in str(layer) and f" and rollout {scales.flat[-1]!s} (" in str(layer)
+    assert "all decoded values are equal" in str(layer) and "examined differing" not in str(layer)
+
+
 def test_another_recipe():
     found = parity(BASE, BASE.stating(weights="nvfp4-compressed-tensors"), weights=W)
     layer = one(found)
