@@ -147,6 +147,7 @@ def _compare(args: argparse.Namespace, out: Output) -> int:
     with out.progress("comparing", total) as tick:
         comparison = compare_checkpoints(args.a, args.b, tick, args.ignore)
     body = {**asdict(comparison), "refused": [item._asdict() for item in comparison.refused]}
+    del body["quantized"]
     out.document("compare/1", {"a": args.a, "b": args.b, "equal": comparison.equal, **body})
     if out.text:
         _print_comparison(out, comparison)
@@ -154,7 +155,8 @@ def _compare(args: argparse.Namespace, out: Output) -> int:
 
 
 def _print_comparison(out: Output, comparison: CheckpointComparison) -> None:
-    """Print a comparison: tables of config entries, tensors and layers that differ, then the verdict."""
+    """Print a comparison: the verdict, then tables of config entries, tensors and layers that differ."""
+    out.line(comparison.verdict)
     rows = [(shown(f"{d.place}: {d.key}" if d.key else d.place), d.kind, shown(d.detail)) for d in comparison.configs]
     out.table(("config", "difference", "detail"), rows)
     # If a layer is quantized in only one checkpoint, all of its tensors differ. List the layer instead of its tensors.
@@ -192,12 +194,6 @@ def _print_comparison(out: Output, comparison: CheckpointComparison) -> None:
             " only one checkpoint has quantized"
         )
     out.lines(f"not decoded, because of {shown(item.name)}: {shown(item.why)}" for item in comparison.refused)
-    same, configs = f"{comparison.same} tensors are the same", comparison.configs
-    if comparison.equal:
-        out.line(f"{same}, and so are configs and metadata; equal")
-    else:
-        entries = f"{len(configs)} differ" if configs else "all the same"
-        out.line(f"{same}; {len(comparison.tensors)} differ; entries of configs and metadata: {entries}")
 
 
 def _tensor_scales(layer: LayerDifference) -> str:

@@ -295,6 +295,12 @@ def test_compare(tmp_path: Path, run: Run) -> None:
     result = run("compare", a, b)
     recipe = "config.json: quantization_config.fp4kit.recipe"
     assert result.code == 1 and [*recipe.split(), "value", '"nvfp4-te"', "and", f'"{b.name}"'] in rows(result.out)
+    verdict = re.match(
+        r"different: codes in 5, block scales in 5, values in 5, of 5 quantized layers; 12 tensors are the same; 10"
+        r" differ; entries of configs and metadata: \d differ\n",
+        result.out.replace("\n  ", " "),
+    )
+    assert verdict, result.out
     layers = [row for row in rows(result.out) if row[2:4] == ["of", "4096"]]
     assert {"encoder.layer.0.attention.self.query", "same"} <= {word for row in layers for word in row}
 
@@ -325,7 +331,8 @@ def test_compare_with_the_original(tmp_path: Path, run: Run) -> None:
     for name, layer in found.items():
         assert [name, str(layer.elements), f"{layer.sqnr_db:.2f}"] in rows(result.out)
     assert "not listed: 15 tensors of the 5 layers that only one checkpoint has quantized" in result.out
-    assert "7 tensors are the same; 15 differ; " in result.out
+    verdict = "different: 5 layers quantized in one only; 7 tensors are the same; 15 differ; "
+    assert result.out.startswith(verdict)
     result = run("compare", tmp_path / "m", tmp_path / "out", "--json")
     document = json.loads(result.out)
     assert (result.code, document["schema"], document["equal"], document["same"]) == (1, "fp4kit.compare/1", False, 7)

@@ -29,7 +29,7 @@ from fp4kit.checkpoint.model.statistics import sqnr_db
 from fp4kit.checkpoint.model.transforms import Origin, origins, resolved
 from fp4kit.checkpoint.model.weights import Rows
 from fp4kit.checkpoint.plan.other_models import GgufNames, in_closest_order
-from fp4kit.storage.files import FLOAT_DTYPES, CheckpointError, TensorEntry, listed
+from fp4kit.storage.files import FLOAT_DTYPES, CheckpointError, TensorEntry, counted, listed
 from fp4kit.storage.gguf_file import SPLIT_KEYS, GgufFile, is_gguf
 
 
@@ -80,6 +80,7 @@ class CheckpointComparison:
     tensors, layers, configs: the differences; each is empty if there are none.
     refused: the tensors, config keys and metadata entries of a or b that fp4kit does not know. If there are any, no
         layer is decoded, and ``layers`` is empty.
+    quantized: the number of layers that both have and at least one has quantized; 0 if there are refused entries.
     """
 
     same: int
@@ -87,6 +88,25 @@ class CheckpointComparison:
     layers: tuple[LayerDifference, ...] = ()
     configs: tuple[ConfigDifference, ...] = ()
     refused: tuple[Item, ...] = ()
+    quantized: int = 0
+
+    @property
+    def verdict(self) -> str:
+        """The result in one line, such as "different: codes in 2, values in 31, of 37 quantized layers; ..."."""
+        same, configs = f"{self.same} tensors are the same", len(self.configs)
+        if self.equal:
+            return f"{same}, and so are configs and metadata; equal"
+        counts = {"codes": 0, "block scales": 0, "tensor scales": 0, "values": 0}
+        for layer in self.layers:
+            differs = (layer.codes, layer.scales, len({*layer.tensor_scales}) - 1, layer.values)
+            for name, count in zip(counts, differs, strict=True):
+                counts[name] += layer.codes is not None and bool(count)
+        found = ", ".join(f"{name} in {count}" for name, count in counts.items() if count)
+        found += f", of {counted(self.quantized, 'quantized layer')}; " * bool(found)
+        in_one = sum(layer.codes is None for layer in self.layers)
+        found += f"{counted(in_one, 'layer')} quantized in one only; " * bool(in_one)
+        entries = f"entries of configs and metadata: {f'{configs} differ' if configs else 'all the same'}"
+        return f"different: {found}{same}; {len(self.tensors)} differ; {entries}"
 
     @property
     def equal(self) -> bool:
@@ -113,6 +133,7 @@ def compare_checkpoints(
         shared = None if refused else gguf_pairs(a, b, readers)
         if shared is not None:
             layers = _shared_layers(shared, differences, readers)
+            quantized = len(layers)
             same += len(shared) - len(layers) - sum(d.kind == "values" for d in differences)
             for name, one, other, count in differing_norms(a, b, readers):
                 differences = [difference for difference in differences if difference.name not in (one, other)]
@@ -122,9 +143,11 @@ def compare_checkpoints(
                     same += 1
         else:
             changed = {difference.name for difference in differences}
-            pairs = () if refused else _changed_layers(left, right, changed)
+            pairs = [] if refused else list(_quantized_layers(left, right))
+            quantized = len(pairs)
+            pairs = [(name, a, b) for name, a, b in pairs if not changed.isdisjoint((*a.names, *b.names))]
             layers = [_layer_difference(*pair, readers) for pair in pairs]
-    return CheckpointComparison(same, tuple(differences), tuple(layers), configs, refused)
+    return CheckpointComparison(same, tuple(differences), tuple(layers), configs, refused, quantized)
 
 
 def _shared_layers(
@@ -172,8 +195,8 @@ def _byte_difference(name: str, left: Checkpoint, right: Checkpoint, readers: Re
     return TensorDifference(name, "bytes", f"{count} of {entry.nbytes} bytes differ") if count else None
 
 
-def _changed_layers(left: Checkpoint, right: Checkpoint, changed: set[str]) -> Iterator[tuple[str, Origin, Origin]]:
-    """Yield (layer name, its rows in ``left``, its rows in ``right``) for every layer to compare."""
+def _quantized_layers(left: Checkpoint, right: Checkpoint) -> Iterator[tuple[str, Origin, Origin]]:
+    """Yield (layer name, its rows in ``left``, its rows in ``right``) for every layer that one of them has quantized."""
     forms = dict.fromkeys(weight.form for side in (right, left) for weight in side.layers.values())
     seen = set()
     for form in forms:
@@ -181,7 +204,7 @@ def _changed_layers(left: Checkpoint, right: Checkpoint, changed: set[str]) -> I
         for key in sorted(left_origins.keys() & right_origins.keys(), key=lambda key: (natural_order(key[0]), key[1])):
             a, b = left_origins[key], right_origins[key]
             quantized = a.weight.container is not None or b.weight.container is not None
-            if key not in seen and quantized and a.shape == b.shape and not changed.isdisjoint((*a.names, *b.names)):
+            if key not in seen and quantized and a.shape == b.shape:
                 seen.add(key)
                 whole = a.weight.experts == 1 or not form.keeps_stacks
                 yield key[0] if whole else f"{key[0]}[{key[1]}]", a, b
