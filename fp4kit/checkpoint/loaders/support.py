@@ -109,7 +109,9 @@ def best_format(kind: str, family: str, producer: str = "") -> str | None:
     if kind not in KINDS:
         raise ValueError(f"best_format: recipe kind {kind!r}; one of {', '.join(KINDS)} is needed")
     found = (loaded_container(format, kind) for format in FORMATS if format != "bf16")
-    best = max((each for each in found if each is not None), key=lambda each: _rank(each.format, each.id, family, producer))
+    best = max(
+        (each for each in found if each is not None), key=lambda each: _rank(each.format, each.id, family, producer)
+    )
     return best.format if engines_for(best.id, family) else None
 
 
