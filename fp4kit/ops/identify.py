@@ -181,6 +181,7 @@ def prove(q: Quantized, x: Any, host: CandidateAmaxes, r: Recipe, amaxes: Sequen
 
 
 MOST_NAMED = 3  # recipes that a verdict names
+_MOST_TIED = 8  # recipes that reproduce all bytes and are named below the verdict
 MOST_ROWS = 10  # rows of recipes in the printed table
 _COLUMNS = ("recipe", "bytes equal", "codes differ", "scales differ")
 PROBE = 1 << 14  # elements on which variations are tried first
@@ -279,7 +280,7 @@ class Identification(Shown):
         width = max(len(row[0]) for row in rows)
         wide = max(len(equal) for _, equal, _, _ in rows)
         lines = (f"{name:{width}}  {equal:>{wide}}  {codes:>12}  {scales:>13}" for name, equal, codes, scales in rows)
-        return "\n".join([self.verdict, *lines])
+        return "\n".join([self.verdict, *self._tied(), *lines])
 
     def __repr__(self) -> str:
         """Return one line: Identification(the verdict)."""
@@ -287,7 +288,13 @@ class Identification(Shown):
 
     def _panels(self) -> Iterator[Panel]:
         """Yield the verdict with the table."""
-        yield Panel(self.verdict, columns=_COLUMNS, rows=tuple(self._rows()))
+        yield Panel("; ".join([self.verdict, *self._tied()]), columns=_COLUMNS, rows=tuple(self._rows()))
+
+    def _tied(self) -> Iterator[str]:
+        """Yield one line that names recipes of ``exact``, if the verdict leaves some out."""
+        if len(self.exact) > MOST_NAMED:
+            left = len(self.exact) - _MOST_TIED
+            yield f"they are {', '.join(self.exact[:_MOST_TIED])}" + f" and {left} more (found.exact)" * (left > 0)
 
     def _rows(self) -> Iterator[tuple[str, str, str, str]]:
         """Yield the rows of the table, each as four texts: recipe, bytes equal, codes differ, scales differ."""

@@ -35,13 +35,16 @@ def test_one_recipe_and_several() -> None:
     few = fp4kit.Identification(tuple(found)[:2])
     assert few.verdict == f"{either(few.exact)} made these bytes (they agree on this tensor)"
     rows = str(found).splitlines()
+    named = f"they are {', '.join(found.exact[:8])} and {others - 7} more (found.exact)"
+    assert rows.pop(1) == named and named in found._repr_html_()
+    four = fp4kit.Identification(tuple(found)[:4])
+    assert str(four).splitlines()[1] == f"they are {', '.join(four.exact)}" and "they are" not in str(few)
     assert rows[2].split("  ")[0] == f"{found.exact[0]} and {others} more" and len(rows) == 13
     assert sum(int(row.split()[0]) for row in rows[12:]) < len(tuple(found)) and rows[12].split()[1:3] == [
         "more",
         "recipes",
     ]
-    assert len(found.exact) > 1 and str(found).splitlines()[0] == found.verdict
-    assert str(found).splitlines()[1].startswith("recipe ")
+    assert len(found.exact) > 1 and rows[0] == found.verdict and rows[1].startswith("recipe ")
 
 
 def test_names_in_a_row() -> None:
