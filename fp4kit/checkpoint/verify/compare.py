@@ -196,7 +196,7 @@ def _byte_difference(name: str, left: Checkpoint, right: Checkpoint, readers: Re
 
 
 def _quantized_layers(left: Checkpoint, right: Checkpoint) -> Iterator[tuple[str, Origin, Origin]]:
-    """Yield (layer name, its rows in ``left``, its rows in ``right``) for every layer that one of them has quantized."""
+    """Yield (layer name, its rows in ``left``, its rows in ``right``) for every layer that one of them quantizes."""
     forms = dict.fromkeys(weight.form for side in (right, left) for weight in side.layers.values())
     seen = set()
     for form in forms:
