@@ -544,7 +544,8 @@ class PreparedIdentification:
         coverage = verdicts.Coverage(read, total, min(sampled, default=0))
         unlike = {layer.name for layer in layers if layer.explanation.unlike and not layer.explanation.blank}
         moved = other_places([spec for spec in self._specs if spec.name in unlike], self._specs) if unlike else ()
-        return replace(verdict, coverage=coverage, moved=moved)
+        decoded = dict.fromkeys(str(one.origin.weight.container) for one in self._specs if one.origin.weight.container)
+        return replace(verdict, coverage=coverage, moved=moved, decoded=", ".join(decoded))
 
 
 def _chosen(weights: Sequence[Weight], patterns: Sequence[str]) -> list[Weight]:

@@ -293,6 +293,7 @@ class CheckpointVerdict:
     coverage: how many rows were compared; None if all rows were.
     moved: (layer, layer of the source) for layers that were made from the source layer of another name. At most 64
         layers that do not have the signs of their source are examined.
+    decoded: the formats of the source's layers that are quantized themselves, and were decoded; "" if none are.
     """
 
     recipes: tuple[str, ...]
@@ -303,6 +304,7 @@ class CheckpointVerdict:
     unpaired: tuple[str, ...] = ()
     coverage: Coverage | None = None
     moved: tuple[tuple[str, str], ...] = ()
+    decoded: str = ""
 
     @property
     def recipe(self) -> str | None:
@@ -393,6 +395,8 @@ class CheckpointVerdict:
     def hint(self) -> str | None:
         """A sentence about what is probably wrong with the source; None if nothing is known to be wrong."""
         layers = [layer.explanation for layer in self.layers if not layer.explanation.blank]
+        if self.decoded and not self.is_clean and 2 * sum(found.explained for found in layers) < len(layers):
+            return f"the source is quantized ({self.decoded}); give the unquantized model that this was made from"
         if self.moved:
             pairs = [f"{layer} from its {other}" for layer, other in self.moved]
             return f"this is probably not the source, or its layers are in another order: {listed(pairs, MAX_NAMES)}"

@@ -132,13 +132,26 @@ def test_nothing_matches(monkeypatch: pytest.MonkeyPatch) -> None:
     assert verdict.hint is None and len(verdict.exceptions) == len(pairs) - 1
 
 
+def test_a_quantized_source_is_named_first(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is said only if the decoded values of the source do not explain most layers."""
+    synthetic.write_model(tmp_path / "m", {}, {f"a.{i}.down_proj.weight": weights(i) for i in range(3)})
+    convert(tmp_path / "m", tmp_path / "source", "nvfp4-te", format="modelopt")
+    for name, made_from, options in (("q", "m", {}), ("again", "source", {"requantize": True})):
+        convert(tmp_path / made_from, tmp_path / name, "mxfp4-ocp", **options)
+    assert main(["identify", str(tmp_path / "q"), "--source", str(tmp_path / "source")]) == 1
+    hint = "the source is quantized (modelopt NVFP4); give the unquantized model that this was made from"
+    assert capsys.readouterr().out.splitlines()[0] == hint
+    assert main(["identify", str(tmp_path / "again"), "--source", str(tmp_path / "source")]) == 0
+    assert "is quantized" not in capsys.readouterr().out
+
+
 def test_the_command_says_that_nothing_matches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("m", "other"):
         synthetic.write_model(tmp_path / name, {}, {"a.mlp.down_proj.weight": synthetic.random(name, (64, 128))})
     convert(tmp_path / "m", tmp_path / "q", "mxfp4-ocp")
     assert main(["identify", str(tmp_path / "q"), "--source", str(tmp_path / "other")]) == 1
     lines = capsys.readouterr().out.splitlines()
-    assert lines[1] == "nothing explains any of 1 layer" and lines[2].startswith("this is probably not the source: ")
+    assert lines[2] == "nothing explains any of 1 layer" and lines[0].startswith("this is probably not the source: ")
     assert main(["identify", str(tmp_path / "q"), "--source", str(tmp_path / "m"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["hint"] is None
 
