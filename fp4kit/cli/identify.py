@@ -28,6 +28,7 @@ from fp4kit.checkpoint.plan.source_layers import all_doubts
 from fp4kit.cli.command import DIFFERENT, DONE, Command, path_flag
 from fp4kit.cli.convert import DASK, WORKERS, flags_of
 from fp4kit.cli.output import Output
+from fp4kit.ops.identify import either
 from fp4kit.storage.files import CheckpointError, counted, listed, shown
 
 _MOST_NAMES = 2  # if more names than this have one reason, they are counted instead of listed
@@ -109,12 +110,16 @@ def _identify(args: argparse.Namespace, out: Output) -> int:
     is_short = len(verdict.recipes) > MOST_RECIPES and not args.all
     out.line(shown(sentence) + "; --all names them" * is_short)
     out.lines(filter(None, [verdict.coverage and verdict.coverage.sentence]))
-    rows = []
+    rows, sets = [], dict[str, str]()  # names of recipes -> what stands for them in the table
     for layer in verdict.layers if args.all else verdict.exceptions:
         found = layer.explanation
         text = found.sentence if args.all else short_text(found.sentence, found.recipes)
+        if args.all and len(found.recipes) > MOST_RECIPES:
+            names = either(found.recipes)
+            text = text.replace(names, sets.setdefault(names, f"any of set {len(sets) + 1}"), 1)
         rows.append((shown(layer.name), found.recipe or "-", shown(text)))
     out.table(("layer", "recipe", "verdict"), rows)
+    out.lines(f"{name.removeprefix('any of ')}: {shown(names)}" for names, name in sets.items())
     if args.all:
         out.table(("layer without a counterpart",), [(shown(name),) for name in verdict.unpaired])
     return DONE if verdict.is_clean else DIFFERENT

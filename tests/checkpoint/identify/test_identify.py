@@ -5,6 +5,7 @@ contradict nothing.
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from itertools import cycle
 from pathlib import Path
@@ -143,6 +144,16 @@ def test_a_quantized_source_is_named_first(tmp_path: Path, capsys: pytest.Captur
     assert capsys.readouterr().out.splitlines()[0] == hint
     assert main(["identify", str(tmp_path / "again"), "--source", str(tmp_path / "source")]) == 0
     assert "is quantized" not in capsys.readouterr().out
+
+
+def test_all_names_each_set_of_recipes_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    synthetic.write_model(tmp_path / "m", {}, {f"a.{i}.down_proj.weight": weights(i) for i in range(9)})
+    convert(tmp_path / "m", tmp_path / "q", "nvfp4-te")
+    assert main(["identify", str(tmp_path / "q"), "--source", str(tmp_path / "m"), "--all"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    sets = re.findall(r"any of set (\d+) made these bytes", out)
+    assert len(sets) == 9 and out.count("nvfp4-te-reference") == 1 + len({*sets}) < 9
+    assert re.findall(r" set (\d+): nvfp4-te, ", out) == sorted({*sets})
 
 
 def test_the_command_says_that_nothing_matches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
