@@ -54,7 +54,8 @@ struct FastPath {
   static constexpr bool kPairsFit =
       In::kIsBfloat16 && kPowerOfTwo && kTiesToEven && !R::kDivide && !R::kRoundScaled && !R::kFake && !R::kStochastic;
   static constexpr bool kConvertsPairs =
-      FP4KIT_HAS_CVT_PAIRS && kPairsFit && (kE2m1 || R::Element::kIsE4m3 || R::Element::kIsE5m2);
+      kPairsFit && ((FP4KIT_HAS_CVT_PAIRS && kE2m1) ||
+                    (FP4KIT_HAS_CVT_FP8 && FP4KIT_FAST_BF16X2 && (R::Element::kIsE4m3 || R::Element::kIsE5m2)));
   static constexpr bool kComputesPairs = FP4KIT_FAST_BF16X2 && !FP4KIT_HAS_CVT_E2M1 && kPairsFit && kE2m1;
   static constexpr bool kByPairs = kConvertsPairs || kComputesPairs;
   static constexpr float kPairScale = kComputesPairs ? 0x1p-9f : 1.0f;  // see code_pair_e2m1

@@ -96,7 +96,7 @@ FP4KIT_DEVICE u32 encode_pairs_e2m1x8(const u32* pairs, const u32* signs, u32 fa
 
 // Multiply bfloat16 pairs by a power of two per half (`factors`), and return a word with the codes of the products in
 // the format F, the first code in the lowest bits: four pairs for E2M1, two for FP8. Products must be exact; they are
-// rounded to nearest even and saturate. FP4KIT_HAS_CVT_PAIRS must be 1.
+// rounded to nearest even and saturate. cvt_pairs_e2m1 or cvt_pair_fp8 must exist.
 template <class F>
 FP4KIT_DEVICE u32 convert_pairs(const u32* pairs, u32 factors) {
   u32 products[16 / F::kStoredBits];

@@ -159,8 +159,9 @@ FP4KIT_DEVICE u32 cvt_rn_satfinite_e2m1x8(const float* v) {
 #define FP4KIT_HAS_CVT_E2M1 0
 #endif
 
-// The functions below convert bfloat16 pairs to E2M1 and FP8 codes. They exist only if FP4KIT_HAS_CVT_PAIRS is 1, which
-// means a Blackwell GPU and NVRTC 13.1 or later. Numbers are rounded to nearest even and saturate.
+// The functions below convert bfloat16 pairs to E2M1 and FP8 codes. Numbers are rounded to nearest even and saturate.
+// cvt_pairs_e2m1 exists only if FP4KIT_HAS_CVT_PAIRS is 1, which means a Blackwell GPU and NVRTC 13.1 or later, and
+// cvt_pair_fp8 only if FP4KIT_HAS_CVT_FP8 is 1.
 #if FP4KIT_HAS_CVT_E2M1 && __CUDACC_VER_MAJOR__ * 100 + __CUDACC_VER_MINOR__ >= 1301
 #define FP4KIT_HAS_CVT_PAIRS 1
 // Return the E2M1 codes of four pairs. The codes of pair a are in the lowest byte, that of its low half in the low
@@ -173,25 +174,26 @@ FP4KIT_DEVICE u32 cvt_pairs_e2m1(u32 a, u32 b, u32 c, u32 d) {
       : "r"(a), "r"(b), "r"(c), "r"(d));
   return word;
 }
-// Return the two FP8 codes of a pair, that of the low half in the low byte: E5M2 if kMantissaBits is 2, and E4M3 if it
-// is 3.
-template <int kMantissaBits>
-FP4KIT_DEVICE u16 cvt_pair_fp8(u32 pair) {
-  u16 codes;
-  if constexpr (kMantissaBits == 3) asm("cvt.rn.satfinite.e4m3x2.bf16x2 %0, %1;" : "=h"(codes) : "r"(pair));
-  if constexpr (kMantissaBits == 2) asm("cvt.rn.satfinite.e5m2x2.bf16x2 %0, %1;" : "=h"(codes) : "r"(pair));
-  return codes;
-}
 #else
 #define FP4KIT_HAS_CVT_PAIRS 0
 FP4KIT_DEVICE u32 cvt_pairs_e2m1(u32 a, u32 b, u32 c, u32 d) {
   return 0u;
 }
+#endif
+// Return the two FP8 codes of a pair, that of the low half in the low byte: E5M2 if kMantissaBits is 2, and E4M3 if it
+// is 3.
 template <int kMantissaBits>
 FP4KIT_DEVICE u16 cvt_pair_fp8(u32 pair) {
-  return 0u;
-}
+  u16 codes = 0u;
+#if FP4KIT_HAS_CVT_PAIRS
+  if constexpr (kMantissaBits == 3) asm("cvt.rn.satfinite.e4m3x2.bf16x2 %0, %1;" : "=h"(codes) : "r"(pair));
+  if constexpr (kMantissaBits == 2) asm("cvt.rn.satfinite.e5m2x2.bf16x2 %0, %1;" : "=h"(codes) : "r"(pair));
+#elif FP4KIT_HAS_CVT_FP8
+  const float low = float_of(pair << 16), high = float_of(pair & 0xFFFF0000u);
+  codes = kMantissaBits == 3 ? cvt_rn_satfinite_e4m3x2(high, low) : cvt_rn_satfinite_e5m2x2(high, low);
 #endif
+  return codes;
+}
 
 // Return a word of two halves. The compiler merges this into conversions that compute the halves.
 FP4KIT_DEVICE u32 word_of(u16 low, u16 high) {
