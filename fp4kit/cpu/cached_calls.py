@@ -283,11 +283,8 @@ def dequantize(q: Quantized, given: Quantized, dtype: np.dtype, out: np.ndarray 
     r, tensors, size = q.recipe, 1 if q.tensor_scale is None else q.tensor_scale.size, prod(q.shape)
     is_small = 0 < size <= ELEMENTS_PER_CALL and tensors <= (1 if r.tensor_scaling == "tensor" else MAX_TENSORS)
     moved = None if out is None else np.moveaxis(out, q.axis, -1)  # may be strided
-    if (
-        r.is_custom
-        or r.tensor_rule == "msmodelslim"
-        or not (is_small and q.scale_layout == "linear" and _is_whole(q.packed, q.block_scale, moved))
-    ):
+    is_refused = r.is_custom or r.tensor_rule == "msmodelslim"
+    if is_refused or not (is_small and q.scale_layout == "linear" and _is_whole(q.packed, q.block_scale, moved)):
         return None
     library, rows, K = functions().fp4kit_dequantize, size // q.moved_shape[-1], q.moved_shape[-1]
     scales_step = 0 if q.block_scale is None else q.block_scale.shape[-1]

@@ -111,19 +111,12 @@ def search_factors(
             specification.search_matrix(x[tile_rows, tile_columns], target, part, recipe, hadamard)
 
 
-def _searched_by_block(name: str, cost: int) -> Callable[..., None]:
+def _searched_by_block(name: str, cost: int, *outputs: np.ndarray) -> Callable[..., None]:
     """Return the function that finds the block amaxes of a matrix by the library's fp4kit_search_<name>, as
     reference.search_factors.search_matrix does, and writes them into out. cost: its time, relative to encoding.
     """
 
-    def search(
-        x: np.ndarray,
-        out: np.ndarray,
-        amax: np.ndarray | None,
-        recipe: Recipe,
-        hadamard: int | None,
-        *outputs: np.ndarray,
-    ) -> None:
+    def search(x: np.ndarray, out: np.ndarray, amax: np.ndarray | None, recipe: Recipe, hadamard: int | None) -> None:
         tiles = codec.Tiles.of(x, recipe.block_size, 1, hadamard)
         for rows, columns in tiles.slabs(cost):
             cut, found = x[rows, columns], out[rows, codec.blocks_of(columns, recipe)]
@@ -182,15 +175,15 @@ _OWN_SEARCHES: dict[str, Callable[..., None]] = {
     **dict.fromkeys(specification.FACTORS, search_factors),
     "quest": _searched_by_block("quest", 1),
     **dict.fromkeys(CHOICES, _searched_by_block("powers", 2)),
-    "msmodelslim_ceil_x": _searched_by_block("ceil_x", 2),
 }
 
 
 @np.errstate(all="ignore")
-def _search_ceil_x(call: Call, search: Callable[..., None]) -> Call:
+def _search_ceil_x(call: Call) -> Call:
     """Return the call with the block amaxes that give its scales by the best constant of ceil_x for the whole array."""
     bins = np.zeros((len(specification.CEIL_X_CONSTANTS), 256), np.int64)
-    found = specification.chosen_amaxes(call, None, lambda *matrix: search(*matrix, call.recipe, call.mask, bins))
+    search = partial(_searched_by_block("ceil_x", 2, bins), recipe=call.recipe, hadamard=call.mask)
+    found = specification.chosen_amaxes(call, None, search)
     if call.mask is not None and not np.isfinite(found).all():  # the library's transform takes infinity for NaN
         return specification.searched(call, None)
     constant = specification.best_constant(np.cumsum(bins, axis=0), call.x.size, call.x.dtype)
@@ -200,10 +193,10 @@ def _search_ceil_x(call: Call, search: Callable[..., None]) -> Call:
 def searched(call: Call, amax: np.ndarray | None) -> Call:
     """Return the call with its field block_amax set to the block amaxes that the recipe's search chooses."""
     r, own = call.recipe, _OWN_SEARCHES.get(call.recipe.search)
+    if rules.SEARCHES[r.search].whole_array:
+        return _search_ceil_x(call)
     if not_searched(r) or (call.mask is not None and own is None):
         return specification.searched(call, amax)
-    if own is not None and rules.SEARCHES[r.search].whole_array:
-        return _search_ceil_x(call, own)
     search: Callable[..., None] = partial(search_matrix, search=Search(call))
     if own is not None:
         search = partial(own, recipe=r, hadamard=call.mask)

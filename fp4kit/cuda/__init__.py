@@ -174,8 +174,7 @@ def _tensor_amax(call: parse.Call, both: bool) -> Prepared:
     r, x = call.recipe, call.x
     if r.tensor_scaling == "none":
         raise ValueError(f"source: {r.id} has no tensor scale, so it needs no tensor_amax")
-    is_incomplete = x.shape[-1] % r.tensor_columns > 0  # the last outer block
-    if has_tall_scales(r) or is_incomplete or (call.axis == 0 and r.tensor_scaling != "tensor"):
+    if has_tall_scales(r) or x.shape[-1] % r.tensor_columns or (call.axis == 0 and r.tensor_scaling != "tensor"):
         raise parse.Declined(f"the amaxes of {r.id} along axis {call.axis} take several launches; use fp4kit.quantize")
     if call.axis == 0 and call.mask is not None:
         return amax.hadamard_amax_launch(x, matrix.COUNTED[r.amax_nan], call.mask), ["x", "amax"]

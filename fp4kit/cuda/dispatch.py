@@ -188,8 +188,7 @@ def _takes_hif4(request: LaunchRequest) -> bool:
 def _takes_dual(request: LaunchRequest) -> bool:
     """Return True if the kernel quantize_dual supports a request: by rows, for dual-level MXFP4."""
     r = request.recipe
-    fits = r.tensor_rule == "msmodelslim" and r.block_size in FAKE_BLOCKS
-    return fits and not (request.columns or request.scaled)
+    return r.tensor_rule == "msmodelslim" and r.block_size in FAKE_BLOCKS and not (request.columns or request.scaled)
 
 
 def _takes_noise(request: LaunchRequest) -> bool:

@@ -229,7 +229,7 @@ class LaunchRow(NamedTuple):
         return struct_of(*self.names.split("|"))
 
 
-_CEIL_X = "x block_amax bins | rows columns"
+_MSMODELSLIM = "x tensor_amax block_amax bins | rows columns"
 _KEEP = "source source_scales extent packed scales tensor_scale tensor_amax | blocks source_block"
 _LOSSES = (
     "x amax tensor_amax weights multiples losses least out"
@@ -256,8 +256,8 @@ LAUNCHES = {
     "amax_long_rows": LaunchRow("x amax | rows columns", "Input kCounted kAligned", fixed=True, file="amax"),
     "amax_rows": LaunchRow("x amax | rows columns", "Input kCounted kAligned", fixed=True, file="amax"),
     "clip": LaunchRow("grad x amax out | count covered", "Input Gradient kAligned", UNLIMITED),
-    "ceil_x": LaunchRow(_CEIL_X, "Input kAligned", 8, file="search_msmodelslim"),
-    "ceil_x_errors": LaunchRow(_CEIL_X, "Input kAligned", 8, file="search_msmodelslim"),
+    "ceil_x": LaunchRow(_MSMODELSLIM, "Input kAligned", 8, file="search_msmodelslim"),
+    "ceil_x_errors": LaunchRow(_MSMODELSLIM, "Input kAligned", 8, file="search_msmodelslim"),
     "count_changed": LaunchRow("x y changed largest | count"),
     "dequantize": LaunchRow(
         "packed scales values tensor_scale tensor_amax | rows columns ahead share",
@@ -297,7 +297,7 @@ LAUNCHES = {
         f"{_SEARCH} | power", "Input kAligned kWeighted kHessian kMagnitudes kLargest kPowers kFromFloor"
     ),
     "search_hessian": LaunchRow(_SEARCH, "Input kAligned", 8, fixed=True),
-    "search_msmodelslim": LaunchRow("x tensor_amax block_amax | rows columns", "Input kAligned", 8),
+    "search_msmodelslim": LaunchRow(_MSMODELSLIM, "Input kAligned", 8),
     "search_quest": LaunchRow("x tensor_amax block_amax | rows columns", "Input kAligned", 8),
     "search_weighted": LaunchRow(_SEARCH, "Input kAligned kWeighted kAll kEight", 8, file="search", entry="search"),
     "swizzle": LaunchRow("in out | matrices rows columns", "kFrom kTo kQuads", UNLIMITED),

@@ -252,11 +252,11 @@ def float64_bits(power: float) -> int:
     return int(np.float64(power).view(np.uint64))
 
 
-OWN_KERNELS = {  # {Recipe.search: its kernel}
+OWN_KERNELS = {  # {Recipe.search: its kernels}
     **dict.fromkeys(FACTORS, "search_factors"),
     **dict.fromkeys(CHOICES, "search_msmodelslim"),
     "quest": "search_quest",
-    "msmodelslim_ceil_x": "ceil_x",
+    "msmodelslim_ceil_x": "ceil_x_errors ceil_x",
 }
 
 
@@ -268,19 +268,16 @@ def factor_launches(
         check_count(x.size)
         struct = recipe_struct(searching(r), sign_mask=mask) + (f"\n{factors_text(r)}" if r.search in FACTORS else "")
         work, traits = x.size // r.block_size, (x.dtype, aligned(x, 16))
-        arguments = work, x.shape, x.device.id, traits, struct
-        if r.search == "msmodelslim_ceil_x":
-            yield partial(_search_ceil_x, x, out, *(prepared(name, *arguments) for name in ("ceil_x_errors", "ceil_x")))
-        else:
-            launch = prepared(OWN_KERNELS[r.search], *arguments)
-            yield partial(launch, *map(address, (x, tensor, out)))
+        names = OWN_KERNELS[r.search].split()
+        launches = [prepared(name, work, x.shape, x.device.id, traits, struct) for name in names]
+        yield partial(_launch_search, launches, "bins" in row_of(names[0], x.device.id).names, x, tensor, out)
 
 
-def _search_ceil_x(x: Any, out: Any, *launches: Launch) -> None:
-    """Run the kernels of msmodelslim's search of ceil_x, which share the bins of errors."""
-    bins = imports.cupy().zeros((len(CEIL_X_CONSTANTS), 256), np.uint64)
+def _launch_search(launches: Sequence[Launch], takes_bins: bool, *arrays: Any) -> None:
+    """Run the kernels of a search. If there are two, they share bins of errors."""
+    bins = imports.cupy().zeros((len(CEIL_X_CONSTANTS), 256), np.uint64) if len(launches) > 1 else None
     for launch in launches:
-        launch(*map(address, (x, out, bins)))
+        launch(*map(address, (*arrays, bins) if takes_bins else arrays))
 
 
 def factors_text(r: Recipe) -> str:

@@ -356,9 +356,7 @@ SEARCHES: dict[str, SearchRule] = {  # the values of Recipe.search
     "auto_round_percents": SearchRule("E4M3", lanes=8, decode_rule="auto_round"),
     "modelopt_sweep": SearchRule("E4M3", nvfp4=True),
     "quest": SearchRule("E8M0", lanes=32),
-    "msmodelslim_ceil_x": SearchRule(
-        "E8M0", lanes=8, block_rule="e8m0_msmodelslim_ceil_x", element="E2M1", whole_array=True
-    ),
+    "msmodelslim_ceil_x": SearchRule("E8M0", 8, block_rule="e8m0_msmodelslim_ceil_x", element="E2M1", whole_array=True),
     "msmodelslim_4over6": SearchRule("E8M0", lanes=8, block_rule="e8m0_msmodelslim_power", element="E2M1"),
     "msmodelslim_mse": SearchRule("E8M0", lanes=8, block_rule="e8m0_msmodelslim_power", element="E4M3"),
 }

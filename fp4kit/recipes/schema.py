@@ -120,12 +120,7 @@ _LEVELED = ("dequantize", "Quantized", "equals", "compare", "statistics", "ident
 
 def is_simple(r: Recipe) -> bool:
     """Return whether every operation supports r: all engines compute it, with one level of scales, block by block."""
-    return not (r.levels or r.specification_only or is_whole_search(r))
-
-
-def is_whole_search(r: Recipe) -> bool:
-    """Return whether r searches a constant of its block rule, once for the whole array."""
-    return bool(r.search) and rules.SEARCHES[r.search].whole_array
+    return not (r.levels or r.specification_only or (r.search and rules.SEARCHES[r.search].whole_array))
 
 
 def check_engines(op: str, r: Recipe) -> None:

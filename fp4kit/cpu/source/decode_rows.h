@@ -117,9 +117,8 @@ template <class R, class Out>
 static bool decode_levels_row(const u8* codes, const u8* scales, i64 count, i64 size, const DecodeTables*,
                               const TensorScales& tensors, i64 row, i64 block, void* values) {
   alignas(16) u8 planes[64];
-  const u8 one = 127;
-  bool needs_fallback, is_done = true;
-  fill_block_tables<R, Float32>(&one, 1, {1.0f, 1.0f, 1.0f}, planes, &needs_fallback);
+  Decoder<R, Float32>(127u, {1.0f, 1.0f, 1.0f}).fill_table(planes);
+  bool is_done = true;
   auto* out = static_cast<typename Input<Out>::Bits*>(values);
   for (i64 i = 0, end = size; end <= count; end += size, ++block, ++scales) {
     const auto scale = R::DecodeRule::template scale<R>(*scales, tensors.at(row, block));

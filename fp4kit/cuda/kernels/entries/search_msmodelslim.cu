@@ -8,11 +8,12 @@
 #include "runs.cuh"
 #include "summation_order.cuh"
 
-// The arguments of search_msmodelslim_kernel.
+// The arguments of all three kernels.
 struct SearchMsmodelslimArguments {
   const void* x;
   const float* tensor_amax;
   float* block_amax;
+  u64* bins;  // for ceil_x: kCeilXConstants x kCeilXFields, zeros before the first kernel
   i64 rows, columns;
 };
 
@@ -40,6 +41,22 @@ FP4KIT_DEVICE float searched_amax(const typename In::Bits* x) {
                              [&](int, int j, float (&values)[kRun]) { load_searched<R, In, kAligned>(x, j, values); });
 }
 
+// Return the sum of the squared errors of the block of R::kBlock elements at x under a candidate.
+template <class R, class In, bool kAligned>
+FP4KIT_DEVICE float searched_error(const typename In::Bits* x, PowerCandidate candidate) {
+  LaneSums<R::kBlock> sum;
+#pragma unroll
+  for (int j = 0; j < R::kBlock; j += kRun) {
+    float values[kRun];
+    load_searched<R, In, kAligned>(x, j, values);
+#pragma unroll
+    for (int i = 0; i < kRun; ++i)
+      values[i] = squared_error<typename R::Element, In>(magnitude_of(values[i]), candidate);
+    sum.add(j / kRun, values);
+  }
+  return sum.result();
+}
+
 // Return the power of two that is chosen for the block of R::kBlock elements at x, or amax_without_choice. If
 // R::kHadamard, the elements are transformed first.
 template <class R, class In, bool kAligned>
@@ -49,20 +66,9 @@ FP4KIT_DEVICE float chosen_power(const typename In::Bits* x) {
   if (!(amax > 0.0f && is_finite(amax))) return amax_without_choice<F>(amax);
   PowerCandidate candidates[2];
   power_candidates<F, In>(amax, candidates);
-  LaneSums<R::kBlock> sums[2];
-#pragma unroll
-  for (int j = 0; j < R::kBlock; j += kRun) {
-    float values[kRun], errors[2][kRun];
-    load_searched<R, In, kAligned>(x, j, values);
-#pragma unroll
-    for (int k = 0; k < 2; ++k) {
-#pragma unroll
-      for (int i = 0; i < kRun; ++i) errors[k][i] = squared_error<F, In>(magnitude_of(values[i]), candidates[k]);
-      sums[k].add(j / kRun, errors[k]);
-    }
-  }
-  const bool is_second = second_wins<F, In>(sums[0].result(), sums[1].result(), static_cast<float>(R::kBlock));
-  return is_second ? candidates[1].amax : candidates[0].amax;
+  const float first = searched_error<R, In, kAligned>(x, candidates[0]);
+  const float second = searched_error<R, In, kAligned>(x, candidates[1]);
+  return candidates[second_wins<F, In>(first, second, static_cast<float>(R::kBlock))].amax;
 }
 
 // Store in a.block_amax the power of two that is chosen for each block of a.x. The kernel is launched before a matrix
@@ -74,34 +80,16 @@ extern "C" __global__ void __launch_bounds__(kThreads) search_msmodelslim_kernel
     a.block_amax[i] = chosen_power<R, Input, kAligned>(static_cast<const typename Input::Bits*>(a.x) + i * R::kBlock);
 }
 
-// The arguments of ceil_x_errors_kernel and ceil_x_kernel.
-struct CeilXArguments {
-  const void* x;
-  float* block_amax;
-  u64* bins;  // kCeilXConstants x kCeilXFields, zeros before the first kernel
-  i64 rows, columns;
-};
-
 // Store the amax of each block of a.x in a.block_amax, and add the errors of all constants to a.bins
 // (add_ceil_x_errors). One thread computes one block at a time. Launch with any number of thread blocks.
-extern "C" __global__ void __launch_bounds__(kThreads) ceil_x_errors_kernel(CeilXArguments a) {
+extern "C" __global__ void __launch_bounds__(kThreads) ceil_x_errors_kernel(SearchMsmodelslimArguments a) {
   const i64 count = a.rows * (a.columns / R::kBlock);
   for (i64 i = first_item(whole_grid()); i < count; i += item_stride(whole_grid())) {
     const auto* x = static_cast<const Input::Bits*>(a.x) + i * R::kBlock;
     const float amax = searched_amax<R, Input, kAligned>(x);
     a.block_amax[i] = amax;
     const auto error_under = [&](i32 exponent) {
-      const PowerCandidate candidate = power_candidate<R::Element, Input>(exponent);
-      LaneSums<R::kBlock> sum;
-#pragma unroll
-      for (int j = 0; j < R::kBlock; j += kRun) {
-        float values[kRun];
-        load_searched<R, Input, kAligned>(x, j, values);
-#pragma unroll
-        for (int k = 0; k < kRun; ++k) values[k] = squared_error<R::Element, Input>(magnitude_of(values[k]), candidate);
-        sum.add(j / kRun, values);
-      }
-      return sum.result();
+      return searched_error<R, Input, kAligned>(x, power_candidate<R::Element, Input>(exponent));
     };
     add_ceil_x_errors<Input>(amax, error_under, [&](i32 bin, u64 n) { atomicAdd(a.bins + bin, n); });
   }
@@ -109,7 +97,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) ceil_x_errors_kernel(Ceil
 
 // Replace each amax in a.block_amax by one that gives the scale of the block under the best constant. Every thread
 // block finds the constant, the first one with the smallest mean error. Launch with any number of thread blocks.
-extern "C" __global__ void __launch_bounds__(kThreads) ceil_x_kernel(CeilXArguments a) {
+extern "C" __global__ void __launch_bounds__(kThreads) ceil_x_kernel(SearchMsmodelslimArguments a) {
   __shared__ float means[kCeilXConstants];
   if (threadIdx.x < kCeilXConstants) {
     double sum = 0.0, power = 0x1p-149;

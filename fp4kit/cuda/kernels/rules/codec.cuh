@@ -291,16 +291,14 @@ FP4KIT_DEVICE float round_to(float x) {
 #ifndef __CUDA_ARCH__
   // Without 16-bit integers, which halve the vectors of a processor, and without subnormal float32 numbers.
   if constexpr (sizeof(typename T::Bits) == 2) {
-    constexpr u32 kDropped = 23 - T::kMantissaBits, kKept = ~0u << kDropped;
+    constexpr u32 kKept = ~0u << (23 - T::kMantissaBits);
     const u32 magnitude = bits_of(x) & 0x7FFFFFFFu;
-    const u32 normal = (magnitude + ~(kKept >> 1 | 0x80000000u) + (magnitude >> kDropped & 1u)) & kKept;
-    const u32 subnormal = bits_of((float_of(magnitude) + 0.5f) - 0.5f);  // the ulp of 0.5 is the smallest float16
-    const u32 finite = T::kIsBfloat16             ? normal
-                       : magnitude < (113u << 23) ? subnormal
-                       : normal > 0x477FE000u     ? kInfinityBits
-                                                  : normal;  // 65504
-    const u32 nan = (magnitude | 0x400000u) & kKept;
-    return float_of((magnitude > kInfinityBits ? nan : finite) | (bits_of(x) & 0x80000000u));
+    u32 rounded = (magnitude + (~kKept >> 1) + (magnitude >> (23 - T::kMantissaBits) & 1u)) & kKept;
+    // The ulp of 0.5 is the smallest float16, and the largest one is 65504, 0x477FE000.
+    if (!T::kIsBfloat16 && magnitude < (113u << 23)) rounded = bits_of((float_of(magnitude) + 0.5f) - 0.5f);
+    if (!T::kIsBfloat16 && rounded > 0x477FE000u) rounded = kInfinityBits;
+    if (magnitude > kInfinityBits) rounded = (magnitude | 0x400000u) & kKept;
+    return float_of(rounded | (bits_of(x) & 0x80000000u));
   }
 #endif
   return T::widen(T::narrow(x));
