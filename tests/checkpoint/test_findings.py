@@ -39,8 +39,8 @@ TARGETS = (
 KEPT = ((), ("*.k_proj", "*.key"), ("*.experts.*.down_proj", "*.w2"))
 CHOICES = (*(Wishes(keep=names) for names in KEPT), Wishes(only=("*.experts.1.*", "*.q_proj")))
 OPTIONS = {"fp8-modelopt": {"input_scale": 1.0}}
-FAMILIES = ("moe", "gpt_oss_mxfp4", "deepseek_v4")
-OTHERS = ("wide", "dense", "vlm_moe", "fused", "deepseek", "bert", "vlm", "mixtral", "gpt_oss", "deepseek_fp8")
+FAMILIES = ("wide", "dense", "gpt_oss_mxfp4", "deepseek_v4")
+OTHERS = ("moe", "vlm_moe", "fused", "deepseek", "bert", "vlm", "mixtral", "gpt_oss", "deepseek_fp8")
 
 
 def facts(issues: Iterable[Issue]) -> set[tuple[str, str, str, str]]:
