@@ -8,6 +8,7 @@ from on_gpu import ON_GPU, agree
 from power_edges import DTYPES, TOPS, blocks, drawn_magnitudes, every_element, nonfinite
 
 import fp4kit
+from fp4kit.formats import E8M0
 from fp4kit.recipes import ALL_RECIPES
 
 pytestmark = ON_GPU
@@ -22,6 +23,14 @@ def test_edges_of_exponents(id, dtype):
         if not ALL_RECIPES[id].fake_only:
             agree(fp4kit.quantize, x, id, axis=axis)
         agree(fp4kit.fake_quantize, x, id, axis=axis)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("id", [id for id in IDS if not (ALL_RECIPES[id].fake_only or ALL_RECIPES[id].search)])
+def test_given_scales_of_every_code(id, dtype):
+    """255, the NaN of E8M0, gives the factor 0 or NaN, whichever the rule gives."""
+    x = np.tile(np.linspace(-6, 6, ALL_RECIPES[id].block_size).astype(dtype), (256, 1))
+    agree(fp4kit.quantize, x, id, block_scale=np.arange(256, dtype=np.uint8)[:, None])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -414,7 +414,7 @@ class Draw(Picks):
             seed=self.seed(),
             layout=self.pick(self.pool.layouts) if has_layout else "linear",
             rounding=self.pick(roundings) if stochastic and roundings else "nearest",
-            hadamard=self.pick(self.pool.hadamard) if coded and self.chance(0.3) else False,
+            hadamard=self.pick(self.pool.hadamard) if coded and self.chance(0.3) and not r.nan_sign else False,
             tensor_amax=self.pick(amaxes) if r.tensor_scaling != "none" and self.chance(0.4) else "",
             block_amax=r.static and rounded and operation != "quantize_both" and self.chance(0.6),
             out=self.pick(("", "", "guarded", "strided")) if operation in ("quantize", "with_scales", "decode") else "",

@@ -7,10 +7,10 @@
 #include "rounded_log2.cuh"
 
 // Return 1 / 2^exponent, where the power is first rounded to In. If it is then 0, return 2^127. `exponent` must be at
-// least -127 and at most 127.
+// least -127 and at most 128.
 template <class In>
 FP4KIT_DEVICE float inverse_power(i32 exponent) {
-  if (In::kMantissaBits == 10 && exponent >= 16) return 0.0f;
+  if (exponent >= (In::kMantissaBits == 10 ? 16 : 128)) return 0.0f;  // 128 is that of a given scale of NaN
   if (In::kMantissaBits == 10 && exponent < In::kLeastExponent) return 0x1p127f;
   return inverse_e8m0(static_cast<u32>(exponent + 127));
 }
