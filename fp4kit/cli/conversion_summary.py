@@ -60,8 +60,8 @@ def summary_of(report: ConversionReport) -> Summary:
     """
     engines, config = _engines(report), report.plan.source.config
     rejections = rejections_of(report.findings)
-    serve = serve_command(report.plan.format_name, config, report.destination, engines)
-    return Summary(engines, rejections, serve, _error(report))
+    command = serve_command(report.plan.format_name, config, report.destination, engines)
+    return Summary(engines, rejections, command, _error(report))
 
 
 def _error(report: ConversionReport) -> SampledError | None:
@@ -90,18 +90,17 @@ def _engines(report: ConversionReport) -> tuple[str, ...]:
     return found
 
 
-def _classes(config: Mapping[str, Any]) -> list[str]:
+def _not_generative(config: Mapping[str, Any]) -> str:
+    """Return the class of a model that does not generate text, such as "BertModel"; "" if the model does."""
     classes = config.get("architectures")
-    return [name for name in classes if isinstance(name, str)] if isinstance(classes, list) else []
-
-
-def _generates(config: Mapping[str, Any]) -> bool:
-    return any(name.endswith(("ForCausalLM", "ForConditionalGeneration")) for name in _classes(config))
+    names = [name for name in classes if isinstance(name, str)] if isinstance(classes, list) else []
+    generates = any(name.endswith(("ForCausalLM", "ForConditionalGeneration")) for name in names)
+    return "" if generates else " or ".join(names) or "this model"
 
 
 def serve_command(format_name: str, config: Mapping[str, Any], path: Path, engines: tuple[str, ...]) -> str:
     """Return the command line that serves a model, or that loads it in Python; "" if no engine has a command."""
-    if "transformers" in engines and not _generates(config):
+    if "transformers" in engines and _not_generative(config):
         return _LOAD.format(str(path), ", dtype='bfloat16'" * _decodes_to_bfloat16(format_name))
     quoted = shlex.quote(str(path))
     return next((_SERVE[engine].format(quoted) for engine in engines if engine in _SERVE), "")
@@ -138,12 +137,9 @@ def lines_of(report: ConversionReport, summary: Summary) -> Iterator[str]:
         yield from _error_lines(summary.error)
     if summary.engines:
         names = (f"{name} {VERSIONS[name]}" if name in VERSIONS else name for name in summary.engines)
-        config = plan.source.config
-        other = (
-            "" if _generates(config) else f" ({' or '.join(_classes(config)) or 'this model'} itself was not examined)"
-        )
-        family = support.family_of(config)
-        yield f"engines that load {plan.format_name} for {family} models{other}: {', '.join(names)}"
+        family, other = support.family_of(plan.source.config), _not_generative(plan.source.config)
+        of = f"{family} models{f' ({other} itself was not examined)' * bool(other)}"
+        yield f"engines that load {plan.format_name} for {of}: {', '.join(names)}"
         if "transformers" in summary.engines and _needs_bfloat16(plan):
             yield (
                 "note: transformers decodes these layers to bfloat16, so the forward pass of this model fails unless"

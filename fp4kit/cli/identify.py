@@ -104,12 +104,12 @@ def _identify(args: argparse.Namespace, out: Output) -> int:
         with out.progress("identifying", prepared.nbytes) as tick:
             verdict = prepared.run(Options(args.workers, executor, progress=tick))
     out.document("identify/1", _verdict_body(verdict))
-    out.lines([shown(verdict.hint)] if verdict.hint else [])
+    out.lines(map(shown, filter(None, [verdict.hint])))
     out.lines(f"PROBLEM: {shown(problem)}" for problem in verdict.problems)
     sentence = verdict.sentence if args.all else verdict.short_sentence
     is_short = len(verdict.recipes) > MOST_RECIPES and not args.all
     out.line(shown(sentence) + "; --all names them" * is_short)
-    out.lines(filter(None, [verdict.coverage and verdict.coverage.sentence]))
+    out.lines([verdict.coverage.sentence] if verdict.coverage and verdict.coverage.sentence else [])
     rows, sets = [], dict[str, str]()  # names of recipes -> what stands for them in the table
     for layer in verdict.layers if args.all else verdict.exceptions:
         found = layer.explanation

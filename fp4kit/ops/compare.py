@@ -538,8 +538,7 @@ def compare_recipes(
     if not isinstance(recipes, (list, tuple)):
         raise TypeError(f"{OP}: recipes is {recipes!r}; needs a list of at least two recipes")
     if len(recipes) < 2:
-        needed = "needs at least two recipes, such as ['nvfp4-te', 'mxfp4-ocp']"
-        raise ValueError(f"{OP}: recipes has {len(recipes)} entries; {needed}")
+        raise ValueError(f"{OP}: recipes has {len(recipes)} entries; needs at least two, such as ['nvfp4', 'mxfp4']")
     chosen = [recipe_of(OP, r) for r in recipes]
     array: np.ndarray = import_to_host(OP, x=x)
     for r in chosen:

@@ -68,7 +68,8 @@ def recipes(of: str | None = None) -> tuple[str, ...]:
         return tuple(ALL_RECIPES)
     found = family(as_word("recipes", "of", of))
     if not found:
-        raise ValueError(f"recipes: no recipe is of {of!r:.60}; {_hint(of, _OF)}")
+        needed = "needs a format or a producer, such as 'nvfp4' or 'modelopt'"
+        raise ValueError(f"recipes: no recipe is of {of!r:.60}; {_hint(of, needed)}")
     return found
 
 
@@ -118,9 +119,6 @@ _ELSEWHERE = {
     "gptq": "GPTQ chooses scales and codes; pass its scales to quantize as block_scale and tensor_scale",
     "awq": "AWQ chooses scales; pass them to quantize as block_scale and tensor_scale",
 }
-
-
-_OF = "needs a format or a producer, such as 'nvfp4' or 'modelopt'"
 
 
 def _hint(id: str, needed: str = "see fp4kit.recipes(), or run `fp4kit recipes`") -> str:

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import product
 from typing import Any, Literal, NamedTuple, cast
 
-from fp4kit.checkpoint.containers.configs import FORMATS, KINDS, LOADED, MIXTURES, loaded_container
+from fp4kit.checkpoint.containers.configs import FORMATS, KINDS, LOADED, MIXTURES, LoaderContainer, loaded_container
 from fp4kit.checkpoint.containers.engines import Issue, finding, named
 from fp4kit.contract.engine_table import CONTAINERS, ENGINES, NOTES, SERVING, SPLIT_EXPERTS, VERSIONS
 
@@ -92,14 +92,13 @@ def engines_for(container_id: str, family: str) -> tuple[str, ...]:
     return tuple(engine for engine in SERVING if cell(container_id, family, engine).status == "loads")
 
 
-def _rank(format: str, container_id: str, family: str, producer: str) -> tuple[int, ...]:
+def _rank(form: LoaderContainer, family: str, producer: str) -> tuple[int, ...]:
     """Return a sort key for a container, a family of models and a recipe's producer; a larger key is better."""
-    cells = {engine: cell(container_id, family, engine) for engine in VERSIONS}
+    cells = {engine: cell(form.id, family, engine) for engine in VERSIONS}
     serving = [cells[engine].status for engine in SERVING]
-    loads = [each for each in cells.values() if each.status == "loads"]
-    is_own = bool(producer) and format.startswith(producer)
-    runs = sum(each.how == "run" for each in loads)
-    return serving.count("loads"), -serving.count("wrong values"), is_own, len(loads), runs
+    loads = [each.how for each in cells.values() if each.status == "loads"]
+    is_own = bool(producer) and form.format.startswith(producer)
+    return serving.count("loads"), -serving.count("wrong values"), is_own, len(loads), loads.count("run")
 
 
 def best_format(kind: str, family: str, producer: str = "") -> str | None:
@@ -109,9 +108,7 @@ def best_format(kind: str, family: str, producer: str = "") -> str | None:
     if kind not in KINDS:
         raise ValueError(f"best_format: recipe kind {kind!r}; one of {', '.join(KINDS)} is needed")
     found = (loaded_container(format, kind) for format in FORMATS if format != "bf16")
-    best = max(
-        (each for each in found if each is not None), key=lambda each: _rank(each.format, each.id, family, producer)
-    )
+    best = max((each for each in found if each is not None), key=lambda each: _rank(each, family, producer))
     return best.format if engines_for(best.id, family) else None
 
 

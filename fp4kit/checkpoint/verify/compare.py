@@ -96,14 +96,13 @@ class CheckpointComparison:
         same, configs = f"{self.same} tensors are the same", len(self.configs)
         if self.equal:
             return f"{same}, and so are configs and metadata; equal"
-        counts = {"codes": 0, "block scales": 0, "tensor scales": 0, "values": 0}
-        for layer in self.layers:
-            differs = (layer.codes, layer.scales, len({*layer.tensor_scales}) - 1, layer.values)
-            for name, count in zip(counts, differs, strict=True):
-                counts[name] += layer.codes is not None and bool(count)
-        found = ", ".join(f"{name} in {count}" for name, count in counts.items() if count)
+        both = [layer for layer in self.layers if layer.codes is not None]
+        names = ("codes", "block scales", "tensor scales", "values")
+        rows = [(x.codes, x.scales, x.tensor_scales[0] != x.tensor_scales[1], x.values) for x in both]
+        counts = [sum(map(bool, column)) for column in zip(*rows, strict=True)]
+        found = ", ".join(f"{name} in {count}" for name, count in zip(names, counts, strict=False) if count)
         found += f", of {counted(self.quantized, 'quantized layer')}; " * bool(found)
-        in_one = sum(layer.codes is None for layer in self.layers)
+        in_one = len(self.layers) - len(both)
         found += f"{counted(in_one, 'layer')} quantized in one only; " * bool(in_one)
         entries = f"entries of configs and metadata: {f'{configs} differ' if configs else 'all the same'}"
         return f"different: {found}{same}; {len(self.tensors)} differ; {entries}"
@@ -145,8 +144,8 @@ def compare_checkpoints(
             changed = {difference.name for difference in differences}
             pairs = [] if refused else list(_quantized_layers(left, right))
             quantized = len(pairs)
-            pairs = [(name, a, b) for name, a, b in pairs if not changed.isdisjoint((*a.names, *b.names))]
-            layers = [_layer_difference(*pair, readers) for pair in pairs]
+            differ = (pair for pair in pairs if not changed.isdisjoint((*pair[1].names, *pair[2].names)))
+            layers = [_layer_difference(*pair, readers) for pair in differ]
     return CheckpointComparison(same, tuple(differences), tuple(layers), configs, refused, quantized)
 
 

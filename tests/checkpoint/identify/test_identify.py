@@ -144,6 +144,8 @@ def test_a_quantized_source_is_named_first(tmp_path: Path, capsys: pytest.Captur
     assert capsys.readouterr().out.splitlines()[0] == hint
     assert main(["identify", str(tmp_path / "again"), "--source", str(tmp_path / "source")]) == 0
     assert "is quantized" not in capsys.readouterr().out
+    verdict = replace(identify_layers([*model("mxfp4-ocp", 3), *other_model(1)]), decoded="modelopt NVFP4")
+    assert not verdict.is_clean and verdict.hint is None
 
 
 def test_all_names_each_set_of_recipes_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

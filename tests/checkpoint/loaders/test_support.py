@@ -62,8 +62,11 @@ def test_among_equal_formats_the_best_is_that_of_the_producer() -> None:
     for name in ("mxfp8-te", "mxfp8-compressed-tensors"):
         form = Request.of(recipe(name), {}).form_for(config)
         assert form is not None and form.format == "compressed-tensors"
-    form = Request.of(recipe("mxfp8-compressed-tensors"), {}).form_for({"model_type": "qwen3_vl_moe"})
-    assert form is not None and form.format == "compressed-tensors"
+    for recipes in ([], [("*.down_proj", "mxfp8-te")]):
+        mixture = Request.of(recipe("mxfp8-compressed-tensors"), {"recipes": recipes}).mixture_for(
+            {"model_type": "qwen3_vl_moe"}
+        )
+        assert mixture.of("a.up_proj").form.format == "compressed-tensors"
 
 
 @pytest.mark.parametrize("used", FORMATS)

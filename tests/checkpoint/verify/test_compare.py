@@ -24,7 +24,7 @@ import fp4kit
 from fp4kit.checkpoint import CheckpointError, convert
 from fp4kit.checkpoint.containers.table import MODELOPT_NVFP4
 from fp4kit.checkpoint.model.inspect import inspect_checkpoint, natural_order, quantization_summary
-from fp4kit.checkpoint.verify.compare import compare_checkpoints
+from fp4kit.checkpoint.verify.compare import CheckpointComparison, LayerDifference, compare_checkpoints
 from fp4kit.cli import main
 
 
@@ -391,12 +391,21 @@ def write_pair(root: Path, changed: str = "") -> None:
     gguf_files.write(root / "m.gguf", stored, COUNTS)
 
 
+def test_the_verdict_counts_the_layers_that_differ() -> None:
+    """A layer counts for each part that differs, and not at all if it is quantized in one checkpoint only."""
+    counts = [(1, 0, 2, (1.0, 1.0)), (0, 0, 0, (1.0, 2.0)), (0, 3, 4, (None, None)), (None, None, 5, (None, 1.0))]
+    layers = tuple(LayerDifference("l", 8, codes, scales, values, t, 1.0) for codes, scales, values, t in counts)
+    parts = "codes in 1, block scales in 1, tensor scales in 1, values in 2, of 9 quantized layers; 1 layer quantized"
+    verdict = CheckpointComparison(7, (), layers, ("",), quantized=9).verdict  # type: ignore[arg-type]
+    assert verdict.startswith(f"different: {parts} in one only; 7 tensors are the same; 0 differ; ")
+
+
 def test_layers_are_compared_under_the_names_of_the_directory(tmp_path: Path) -> None:
     write_pair(tmp_path)
     convert(tmp_path / "m.gguf", tmp_path / "q.gguf", "mxfp4-ocp")
     for a, b in (("q", "q.gguf"), ("q.gguf", "q")):
         found = compare_checkpoints(tmp_path / a, tmp_path / b)
-        assert len(found.layers) == QUANTIZED and not found.equal
+        assert len(found.layers) == found.quantized == QUANTIZED and not found.equal
         # llama.cpp decodes the code of -0 to +0, so the bits of some values differ, but no value does
         assert all((one.codes, one.scales, one.sqnr_db) == (0, 0, np.inf) for one in found.layers)
         names = {one.name for one in found.layers}
