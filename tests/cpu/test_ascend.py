@@ -57,6 +57,8 @@ def test_a_search_of_the_whole_array(seed, dtype, monkeypatch):
         agree(fp4kit.fake_quantize, part, WHOLE, axis=axis)
         agree(fp4kit.quantize, part, WHOLE, axis=axis, hadamard=True)
         agree(fp4kit.quantize, part, replace(ALL_RECIPES[WHOLE], id="wide", block=(1, 16)), axis=axis)
+    agree(fp4kit.quantize, nonfinite(dtype), WHOLE)
+    agree(fp4kit.quantize, nonfinite(dtype), WHOLE, hadamard=True)
     large = drawn_magnitudes(seed, dtype, (2, 40, 1024))
     agree(fp4kit.quantize_grouped, [x, large, x[:0], large[0]], WHOLE)
     out = fp4kit.quantize(-large, WHOLE)
