@@ -341,6 +341,7 @@ KINDS = [
     call_of(quantize_by_table, "nvfp4-te-4over6-mae-256-2d", shape=(96, 512)),
     call_of(quantize, "int8-modelopt-channel"),
     call_of(quantize, "nvfp4-te-rowscaled", F32, shape=(300, 48)),
+    call_of(quantize, "nvfp4-te-rowscaled", shape=(1, 2**15 + 16)),
     call_of(quantize, "nvfp4-flashinfer-token", scale_layout="swizzled_128x4"),
     call_of(quantize, "mxfp8-te", rounding="stochastic", seed=7),
     call_of(quantize, "nvfp4-te", rounding="stochastic", seed=BYTES),
