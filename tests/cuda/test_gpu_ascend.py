@@ -8,7 +8,6 @@ from on_gpu import ON_GPU, agree
 from power_edges import DTYPES, TOPS, blocks, drawn_magnitudes, every_element, nonfinite
 
 import fp4kit
-from fp4kit.formats import E8M0
 from fp4kit.recipes import ALL_RECIPES
 
 pytestmark = ON_GPU
