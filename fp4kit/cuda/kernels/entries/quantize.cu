@@ -440,12 +440,15 @@ FP4KIT_DEVICE void quantize_single_rows(const QuantizeArguments& a, Grid grid) {
 
 // If the kernel finds the amaxes of rows, more thread blocks per multiprocessor hide the time until a row is loaded.
 // With these numbers, at most a few registers are spilled. 0 sets no minimum.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+constexpr int kMostThreads = 1024;  // that a multiprocessor of sm_75 runs
+#else
+constexpr int kMostThreads = 1536;
+#endif
+constexpr int kRowThreads = R::kThreadBytes > 64 ? 1024 : sizeof(Input::Bits) == 2 ? 1536 : 1280;
 constexpr int kBlocksPerMultiprocessor = R::kRowStep == RowStep::none || R::kStochastic || !kAligned
                                              ? 0
-                                             : (R::kThreadBytes > 64       ? 4
-                                                : sizeof(Input::Bits) == 2 ? 6
-                                                                           : 5) *
-                                                   256 / kThreads;
+                                             : (kRowThreads < kMostThreads ? kRowThreads : kMostThreads) / kThreads;
 
 // Quantize a.x, and store its codes in a.packed, its block scales in a.scales and its tensor scales in a.tensor_scale;
 // or store only its values in a.values if R::kFake. a.tensor_scale may be nullptr unless each block has a tensor scale.
