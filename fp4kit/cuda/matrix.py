@@ -117,8 +117,7 @@ def quantize_launch(choice: KernelChoice, request: LaunchRequest, aligned_runs: 
     traits = (("Input", request.dtype), ("kAligned", aligned_runs))
     structs = kernel_structs(request, plan)
     threads = choice.threads if plan is None else plan.threads
-    most = max(choice.threads, threads)
-    function = function_of(choice.kernel, choice.kernel, device, structs, traits, threads=most)
+    function = function_of(choice.kernel, choice.kernel, device, structs, traits, threads=max(choice.threads, threads))
     blocks = choice.grid(request, device)
     if request.finds_amax and plan is None:
         blocks = -(-blocks // FINDERS) * FINDERS  # whole clusters
@@ -182,7 +181,7 @@ def dequantize_matrix(
 
 
 # Several thread blocks share a row if there are fewer rows than half of the multiprocessors. Each takes this many
-# elements: LONG_ROW_PART in amax.cu.
+# elements: kLongRowPart in amax.cu.
 LONG_ROW_PART = 1 << 14
 
 

@@ -378,6 +378,15 @@ FP4KIT_DEVICE void quantize_several_rows(const QuantizeArguments& a, Grid grid) 
   }
 }
 
+// Return the position of run number `own` of a row of `runs` runs. If the row has no such run, return the position of
+// another run of the row, with the field `inside` false.
+template <class R, class In>
+FP4KIT_DEVICE RunPosition position_in_row(u32 row, u32 own, u32 runs) {
+  constexpr u32 kLanes = QuantizeTraits<R, In>::kLanes;
+  const u32 run = minimum(own, runs - kLanes + own % kLanes), block = run / kLanes;
+  return {row * runs + run, row, block, scale_offset<R::kLayout, u32>(row, block, runs / kLanes), own < runs};
+}
+
 // Quantize rows as quantize_several_rows does, but each warp takes one row at a time, which must fit into one step of
 // its threads. No thread waits for another warp.
 template <class R, class In, bool kAligned>
@@ -386,12 +395,7 @@ FP4KIT_DEVICE void quantize_rows_of_warps(const QuantizeArguments& a, Grid grid)
   const u32 rows = static_cast<u32>(a.rows), runs = static_cast<u32>(a.columns) / Traits::kRun,
             lane = threadIdx.x % 32u;
   for (u32 row = static_cast<u32>(first_item(grid) / 32); row < rows; row += static_cast<u32>(item_stride(grid) / 32)) {
-    const auto place_of = [&](int k) {
-      const u32 own = k * 32u + lane, run = minimum(own, runs - Traits::kLanes + own % Traits::kLanes),
-                block = run / Traits::kLanes;
-      return RunPosition{row * runs + run, row, block, scale_offset<R::kLayout, u32>(row, block, runs / Traits::kLanes),
-                         own < runs};
-    };
+    const auto place_of = [&](int k) { return position_in_row<R, In>(row, k * 32u + lane, runs); };
     Run<In, Traits::kRun> x[Traits::kUnroll];
     load_runs<R, In, kAligned>(a, place_of, x);
     u32 own = 0u;
@@ -413,10 +417,7 @@ FP4KIT_DEVICE void quantize_single_rows(const QuantizeArguments& a, Grid grid) {
   for (u32 row = static_cast<u32>(grid.block); row < rows; row += static_cast<u32>(grid.blocks)) {
     u32 start = 0u;
     const auto place_of = [&](int k) {
-      const u32 own = start + k * blockDim.x + threadIdx.x,
-                run = minimum(own, runs - Traits::kLanes + own % Traits::kLanes), block = run / Traits::kLanes;
-      return RunPosition{row * runs + run, row, block, scale_offset<R::kLayout, u32>(row, block, runs / Traits::kLanes),
-                         own < runs};
+      return position_in_row<R, In>(row, start + k * blockDim.x + threadIdx.x, runs);
     };
     Run<In, Traits::kRun> x[Traits::kUnroll];
     u32 own = 0u;
