@@ -179,10 +179,13 @@ def test_kernels_find_the_amaxes_of_rows_without_blocks(monkeypatch, name, colum
 @pytest.mark.parametrize("dtype", [BF16, np.float32], ids=str)
 @pytest.mark.parametrize("columns", [2**15 + 16, 2**15 + 8, 3 * 2**14])
 def test_several_thread_blocks_share_a_long_row(columns, dtype):
-    """The second call is for smaller numbers, so that amaxes of the first one would be seen."""
-    x = ordinary(5, (1, columns)).astype(dtype)
-    x[0, 7::9] = np.nan
-    for a in (x, x / np.float32(4).astype(dtype)):
+    """Later calls are for smaller numbers, so that amaxes of earlier ones would be seen."""
+    x = np.random.default_rng(5).standard_normal((1, columns), np.float32)
+    for i, place in enumerate((0, 2**14 - 1, 2**14, columns - 1, columns // 2)):
+        a = (x / 2**i).astype(dtype)
+        a[0, place] = 7.9 / 2**i
+        if place == columns // 2:
+            a[0, place - 1] = np.nan
         d = cupy.asarray(a)
         assert differing(fp4kit.amax(d, axis=-1), fp4kit.amax(a, axis=-1)) == 0
         for name in ("fp8-modelopt-channel", *(("nvfp4-te-rowscaled",) if columns % 16 == 0 else ())):
