@@ -32,6 +32,7 @@ BY_A_RULE = {
     "int4-qat": TARGET,
     "mxfp4-microxcaling-nearest": LESS_COMMON,
     "mxfp4-microxcaling-even": LESS_COMMON,
+    "hif4-hifloat4-native": LESS_COMMON,
 }
 FROM_F32 = ("nvfp4-modelopt-fake", "mxfp4-modelopt-fake", "int8-modelopt-channel", "mxfp4-ocp", "fp8-modelopt")
 

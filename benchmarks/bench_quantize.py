@@ -35,6 +35,12 @@ FROM_BF16 = {
     "nvfp4-te-4over6-mse-448": LESS_COMMON,
     "nvfp4-te-4over6-mae-256": LESS_COMMON,
     "nvfp4-flashinfer-4over6-mse-448": LESS_COMMON,
+    "hif4-hifloat4": LESS_COMMON,
+    "mxfp4-msmodelslim": LESS_COMMON,
+    "mxfp4-msmodelslim-ceil-x": LESS_COMMON,
+    "mxfp4-msmodelslim-4over6": LESS_COMMON,
+    "mxfp8-msmodelslim-mse": LESS_COMMON,
+    "mxfp4-msmodelslim-dual": LESS_COMMON,  # with amaxes of 512 elements, which the call finds
     "fp8-modelopt": None,
 }
 WITH_AMAX_PASS = ("nvfp4-te", "nvfp4-flashinfer", "nvfp4-torchao", "nvfp4-modelopt")
@@ -53,7 +59,7 @@ STOCHASTIC = ("nvfp4-te", "mxfp4-te")
 def prepared(x: Any, recipe: str, **options: Any) -> tuple[fp4kit.Quantized, Call]:
     """Return (q, call) for quantize of x. `call` writes its result into q.
 
-    The tensor amax is given to both, if the recipe has one.
+    The amax of the tensor or of rows is given to both, if the recipe has one.
 
     The call is made once into memory that is filled with bytes 0xEE. AssertionError is raised if the result differs
     from the CPU's.
@@ -63,11 +69,8 @@ def prepared(x: Any, recipe: str, **options: Any) -> tuple[fp4kit.Quantized, Cal
         recipe: the id of the recipe
         options: further arguments of fp4kit.quantize
     """
-    amax = (
-        {}
-        if fp4kit.recipe(recipe).tensor_scaling == "none"
-        else {"tensor_amax": fp4kit.quantize(x, recipe).tensor_amax}
-    )
+    scaling = fp4kit.recipe(recipe).tensor_scaling
+    amax = {"tensor_amax": fp4kit.quantize(x, recipe).tensor_amax} if scaling in ("tensor", "row") else {}
     q = fp4kit.quantize(x, recipe, **amax, **options)
 
     def call() -> object:
@@ -92,7 +95,8 @@ def rowwise(bench: Bench, recipe: str, x: Any, target: float | None) -> Benchmar
         others = peers.quantize_nvfp4(bench, x, q.tensor_amax)
     if recipe == "nvfp4-modelopt":
         others = peers.modelopt_nvfp4(bench, x, q.tensor_amax)
-    operation = "quantize" if q.tensor_amax is None else "quantize, amax given"
+    given = fp4kit.recipe(recipe).tensor_scaling in ("tensor", "row")
+    operation = "quantize, amax given" if given else "quantize"
     return bench.row(operation, recipe, x, traffic(recipe, x), call, target=target, peers=others)
 
 
