@@ -191,6 +191,17 @@ def _takes_dual(request: LaunchRequest) -> bool:
     return r.tensor_rule == "msmodelslim" and r.block_size in FAKE_BLOCKS and not (request.columns or request.scaled)
 
 
+def _dual_run(request: LaunchRequest) -> int:
+    """Return the number of elements that a thread of quantize_dual encodes at a time."""
+    return 32 if request.recipe.block_size % 32 == 0 else 16
+
+
+def finds_outer_amaxes(request: LaunchRequest) -> bool:
+    """Return True if the kernel quantize_dual computes the amaxes of outer blocks, each of which a warp must hold."""
+    lanes = request.recipe.tensor_columns // _dual_run(request)
+    return _takes_dual(request) and not request.grouped and lanes in (1, 2, 4, 8, 16, 32)
+
+
 def _takes_noise(request: LaunchRequest) -> bool:
     """Return True if the kernel quantize_stochastic supports a request: rowwise stochastic rounding by noise."""
     # Blocks must have one row, and a multiple of NOISE_RUN (16) columns.
@@ -438,7 +449,7 @@ def _threads_grid(request: LaunchRequest, device: Device, unit: int) -> int:
 KERNEL_CHOICES = (
     # For HiF4 and dual-level MXFP4, whose scales have several levels.
     KernelChoice("quantize_hif4", _takes_hif4, _hif4_grid),
-    KernelChoice("quantize_dual", _takes_dual, lambda w, d: _threads_grid(w, d, SCALED_RUN)),
+    KernelChoice("quantize_dual", _takes_dual, lambda w, d: _threads_grid(w, d, _dual_run(w))),
     # For stochastic rounding by noise (ComfyUI, MSLK), which no other kernel computes.
     KernelChoice("quantize_stochastic", _takes_noise, lambda w, d: _threads_grid(w, d, w.recipe.block_size)),
     # For the fake rules of fouroversix's MS-EDEN, which correct the scales of several blocks together.

@@ -350,6 +350,8 @@ def with_kernel_amax(call: Call, request: LaunchRequest, x: Any) -> LaunchReques
     # The quantize kernel finds amaxes of rows faster than a separate launch only if rows are short.
     most = MAX_KERNEL_AMAX_COLUMNS * (8 if rows >= dispatch.MANY_ROWS else 1)
     has_scales = r.tensor_scaling == "tensor" or (r.tensor_scaling == "row" and columns <= most)
+    if call.tensor_amax is None and x.size and dispatch.finds_outer_amaxes(finding):
+        return finding
     if not has_scales or call.tensor_amax is not None or call.mask is not None or x.size == 0:
         return request
     is_small = (

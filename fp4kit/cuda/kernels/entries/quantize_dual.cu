@@ -2,42 +2,124 @@
 // Elements are divided by the scale of their outer block (R::kTensorColumns columns), and the float32 quotients are
 // quantized. R is the recipe, In is the type of the elements of x, and kAligned is true if all rows of x and of
 // `values` begin at multiples of 16 bytes. `a` holds the kernel's arguments. kLanes neighboring threads hold the runs
-// of a block.
+// of a block, and kOuterLanes those of an outer block. If R::kFinders is not 0, the kernel also finds the amaxes of the
+// outer blocks, and stores them at a.tensor_amax; kOuterLanes must then divide 32.
 #include "quantize.cuh"
+#include "warp.cuh"
+
+// Return the largest `own` among kLanes neighboring threads. kLanes must be a power of two, at most 32.
+template <int kLanes>
+FP4KIT_DEVICE u32 largest_of_lanes(u32 own) {
+  if constexpr (kLanes == 32) return largest_of_warp(own);
+#pragma unroll
+  for (int lane = 1; lane < kLanes; lane *= 2) own = maximum(own, __shfl_xor_sync(0xFFFFFFFFu, own, lane));
+  return own;
+}
+
+// Encode a run and return true, if a few instructions per element give the codes of the float32 quotients by t.decode.
+// `largest` is the float32 bits of the largest magnitude of the block, and f its Factor.
+//
+// 16-bit elements are multiplied by an exact_multiplier. Float32 elements have too many bits for one, and are divided.
+template <class R, class In, int kRun>
+FP4KIT_DEVICE bool encode_quotients(const Run<In, kRun>& x, u32 largest, TensorScale t, Factor f,
+                                    u32 (&words)[kRun / 8]) {
+  constexpr bool k16Bit = sizeof(typename In::Bits) == 2;
+  constexpr u32 kLeast = 57u << 23;  // 2^-70
+  const float divisor = t.decode / f.value;
+  float multiplier = t.encode * f.value;
+  u32 least = kLeast;
+  if constexpr (k16Bit) {
+    multiplier = exact_multiplier<true>(t.decode, t.encode, (1u << (23 - In::kMantissaBits)) - 1u) * f.value;
+  } else {
+#pragma unroll
+    for (int i = 0; i < kRun; ++i) least = minimum(least, (x.w[i] & 0x7FFFFFFFu) - 1u);  // zeros do not count
+  }
+  // No quotient of an element other than 0 may underflow to zero, which has no sign, and no step may be inexact.
+  const bool fits = t.decode > 0x1p-60f && t.decode < 0x1p16f && f.value >= 0x1p-30f && f.value <= 0x1p30f &&
+                    float_of(largest) * multiplier < 6.99f && least >= kLeast - 1u;
+  if (!fits) return false;
+#pragma unroll
+  for (int i = 0; i < kRun; i += 8) {
+    float y[8];
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      const float a = fabsf(element(x, i + j));
+      y[j] = k16Bit ? a * multiplier : quotient_by(a, divisor, multiplier);
+    }
+    if constexpr (k16Bit) {
+      u32 pairs[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) pairs[j] = pair_with_code_signs<R, In>(x.w[i / 2 + j]);
+      words[i / 8] = encode_e2m1x8<false>(y, nibble_signs_of_pairs(pairs));
+    } else {
+      float signs[8];
+#pragma unroll
+      for (int j = 0; j < 8; ++j) signs[j] = element(x, i + j) + 0.0f;  // -0 has the sign of 0
+      words[i / 8] = encode_e2m1x8<false, true>(y, nibble_signs(signs));
+    }
+  }
+  return true;
+}
+
+// Encode the float32 quotients of a run, operation by operation, and return the scale code of the block. This is valid
+// for all elements. All threads of the warp must call this function.
+template <class R, class In, int kRun>
+FP4KIT_DEVICE u32 encode_quotients_exactly(const Run<In, kRun>& x, TensorScale t, u32 (&words)[kRun / 8]) {
+  float quotients[kRun];
+  u32 amax = 0u, bytes[kRun] = {};
+#pragma unroll
+  for (int i = 0; i < kRun; ++i) {
+    quotients[i] = element(x, i) / t.decode;
+    amax = maximum(amax, bits_of(magnitude_of(quotients[i])));
+  }
+  Factor f;
+  const u32 code = scale_block<R, Float32>(float_of(largest_of_lanes<R::kBlock / kRun>(amax)), t, nullptr, f);
+  exact_codes<R, Float32>(quotients, bytes, f, words);
+  return code;
+}
 
 // Quantize the part of the matrix a.x that `grid` assigns to this thread block. In a group of tensors, this part is one
 // piece of a tensor. All threads of the thread block must call this function.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void quantize_dual(const QuantizeArguments& a, Grid grid) {
-  constexpr int kRun = 16, kLanes = R::kBlock / kRun;
-  const u32 columns = static_cast<u32>(a.columns), row_runs = columns / kRun,
-            outers = (columns + R::kTensorColumns - 1) / R::kTensorColumns;
-  const u32 runs = static_cast<u32>(a.rows) * row_runs;
-  const IntegerDivisor divisor = integer_divisor_of(row_runs);
-  for (i64 from = grid.block * kThreads; from < runs; from += grid.blocks * kThreads) {
-    // Threads beyond the last run repeat the last block.
-    const u32 place = static_cast<u32>(from) + threadIdx.x, run = minimum(place, runs - kLanes + place % kLanes);
-    const u32 row = divide(run, divisor), column = (run - row * row_runs) * kRun;
-    const i64 first = static_cast<i64>(run) * kRun, outer = static_cast<i64>(row) * outers + column / R::kTensorColumns;
-    Run<In, kRun> x = read_run<In, kRun, kAligned>(static_cast<const typename In::Bits*>(a.x) + first);
-    const TensorScale t = R::TensorRule::template scale<R, In>(amax_at(a.tensor_amax, outer));
-    if constexpr (R::kHadamard) hadamard_run<R::kSignMask>(x);
-    float quotients[kRun];
-    u32 amax = 0u, bytes[kRun] = {}, words[kCodeWords<R, kRun>];
-#pragma unroll
-    for (int i = 0; i < kRun; ++i) {
-      quotients[i] = element(x, i) / t.decode;
-      amax = maximum(amax, bits_of(magnitude_of(quotients[i])));
+  constexpr int kRun = R::kBlock % 32 == 0 ? 32 : 16, kLanes = R::kBlock / kRun, kOuterLanes = R::kTensorColumns / kRun;
+  constexpr bool kFinds = R::kFinders > 0;
+  const u32 columns = static_cast<u32>(a.columns), outers = (columns + R::kTensorColumns - 1) / R::kTensorColumns,
+            last = static_cast<u32>(a.rows) * outers - 1;
+  const IntegerDivisor divisor = integer_divisor_of(outers);
+  for (i64 from = grid.block * kThreads; from / kOuterLanes <= last; from += grid.blocks * kThreads) {
+    const i64 place = from + threadIdx.x;
+    const u32 outer = static_cast<u32>(minimum<i64>(place / kOuterLanes, last)), row = divide(outer, divisor),
+              column = (outer - row * outers) * R::kTensorColumns + static_cast<u32>(place % kOuterLanes) * kRun;
+    const bool inside = place / kOuterLanes <= last && column < columns;
+    const i64 first = static_cast<i64>(row) * columns + column;
+    Run<In, kRun> x = {};
+    if (inside) x = read_run<In, kRun, kAligned>(static_cast<const typename In::Bits*>(a.x) + first);
+    u32 largest;
+    if constexpr (R::kHadamard) {
+      largest = hadamard_run<R::kSignMask>(x);
+    } else {
+      largest = largest_bits_of(x);
     }
-#pragma unroll
-    for (int lane = 1; lane < kLanes; lane *= 2) amax = maximum(amax, __shfl_xor_sync(0xFFFFFFFFu, amax, lane));
+    float outer_amax;
+    if constexpr (kFinds) {
+      outer_amax = float_of(largest_of_lanes<kOuterLanes>(largest));
+    } else {
+      outer_amax = amax_at(a.tensor_amax, outer);
+    }
+    const TensorScale t = R::TensorRule::template scale<R, In>(outer_amax);
+    largest = largest_of_lanes<kLanes>(largest);
+    u32 words[kRun / 8];
     Factor f;
-    const u32 code = scale_block<R, Float32>(float_of(amax), t, nullptr, f);
-    exact_codes<R, Float32>(quotients, bytes, f, words);
+    u32 code = scale_block<R, Float32>(magnitude_of(float_of(largest) / t.decode), t, nullptr, f);
+    const bool done = encode_quotients<R, In>(x, largest, t, f, words);
+    if (__any_sync(0xFFFFFFFFu, !done)) code = encode_quotients_exactly<R, In>(x, t, words);
+    if (!inside) continue;
     store_packed<R, In, kRun, kAligned>(a, first, words, code, t);
-    if (R::kFake || run % kLanes != 0u) continue;
-    a.scales[run / kLanes] = static_cast<u8>(code);
-    if (column % R::kTensorColumns == 0u) store_tensor_scale(a, outer, t);
+    if (kFinds && place % kOuterLanes == 0) const_cast<float*>(a.tensor_amax)[outer] = outer_amax;
+    if (R::kFake || place % kLanes != 0) continue;
+    a.scales[first / R::kBlock] = static_cast<u8>(code);
+    if (place % kOuterLanes == 0) store_tensor_scale(a, outer, t);
   }
 }
 

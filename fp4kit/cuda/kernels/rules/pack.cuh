@@ -35,29 +35,36 @@ FP4KIT_DEVICE NibbleSigns nibble_signs_of_pairs(const u32* pairs) {
   return {prmt(low, high, 0x5410u), prmt(low, high, 0x7632u)};
 }
 
-// Return the float bits of 2^23 + the E2M1 code of a, rounded to nearest even. a must be in [0, 7), or at least 0 if
-// kClamp.
+// Return a word whose low 16 bits are the E2M1 code of a, rounded to nearest even or, if kBySum, as Rounding::rnas. a
+// must be in [0, 7), or at least 0 if kClamp.
 //
-// The code is 2 a below 2, a + 2 below 4, and a / 2 + 4 below 8: the smallest of these three numbers. One fma rounds
-// each of them to an integer, ties to even. Even codes stay even, because 2 and 4 are even.
-template <bool kClamp>
+// The code is 2 a below 2, a + 2 below 4, and a / 2 + 4 below 8: the smallest of these three numbers. One fma adds each
+// of them to 2^23, and so rounds it to an integer, ties to even. Even codes stay even, because 2 and 4 are even. With
+// kBySum, 1/2 is added to the numbers, and they are rounded down. (The first float32 sum is 1 for the float below 1/4.)
+template <bool kClamp, bool kBySum = false>
 FP4KIT_DEVICE u32 code_bits_e2m1(float a) {
+  if constexpr (kBySum) {
+    const float sum = fma_rn(a, 2.0f, 0.5f);
+    const u32 low = minimum(bits_of(fma_rz(sum, 2.0f, 8388608.0f)), bits_of(fma_rz(a, 2.0f, 8388613.0f)));
+    const u32 halves = minimum(low, bits_of(fma_rz(a, 1.0f, 8388617.0f)));
+    return (kClamp ? minimum(halves, bits_of(8388623.0f)) : halves) >> 1;
+  }
   const u32 low = minimum(bits_of(fma_rn(a, 2.0f, 8388608.0f)), bits_of(a + 8388610.0f));
   const u32 code = minimum(low, bits_of(fma_rn(a, 0.5f, 8388612.0f)));
   return kClamp ? minimum(code, bits_of(8388615.0f)) : code;
 }
 
 // Return a word with the E2M1 codes of the eight magnitudes at a, the first code in the lowest bits. Magnitudes are
-// rounded to nearest even. They must be in [0, 7), or at least 0 if kClamp; then they saturate. `signs` gives the sign
-// bits of the codes: NibbleSigns, or a word with the sign of value i at bit 4 i + 3.
-template <bool kClamp, class Signs>
+// rounded to nearest even or, if kBySum, as Rounding::rnas. They must be in [0, 7), or at least 0 if kClamp; then they
+// saturate. `signs` gives the sign bits of the codes: NibbleSigns, or a word with the sign of value i at bit 4 i + 3.
+template <bool kClamp, bool kBySum = false, class Signs>
 FP4KIT_DEVICE u32 encode_e2m1x8(const float* a, Signs signs) {
   u32 c[8];
 #pragma unroll
-  for (int i = 0; i < 8; ++i) c[i] = code_bits_e2m1<kClamp>(a[i]);
+  for (int i = 0; i < 8; ++i) c[i] = code_bits_e2m1<kClamp, kBySum>(a[i]);
   const u32 low = mad(mad(c[3], 16u, c[2]), 256u, mad(c[1], 16u, c[0]));
   const u32 high = mad(mad(c[7], 16u, c[6]), 256u, mad(c[5], 16u, c[4]));
-  return prmt(low, high, 0x5410u) | signs;  // drop the upper halves, which hold the rest of 2^23
+  return prmt(low, high, 0x5410u) | signs;  // drop the upper halves
 }
 
 // For each half x of a bfloat16 pair, return the E2M1 code of y = |x| * factor, rounded to nearest even and saturated.

@@ -8,8 +8,8 @@
 // of normal numbers. The result may differ from the correctly rounded quotient in its last bits, but two things are
 // certain:
 //
-//   - For every midpoint between neighboring E2M1 values or small integers, the result and the correctly rounded
-//     quotient are on the same side of the midpoint, or both equal it.
+//   - For every midpoint between neighboring E2M1 values or small integers, and for the float below 1/4, the result and
+//     the correctly rounded quotient are on the same side of it, or both equal it.
 //   - If the divisor is the largest value of a format, the result equals the correctly rounded quotient.
 //
 // This was checked for all 2^23 significands of divisors and every a within 8 ulp of a midpoint; these stand for any a
@@ -22,9 +22,12 @@ FP4KIT_DEVICE float quotient_by(float a, float divisor, float reciprocal) {
 
 // Return true if a number at or near a midpoint of E2M1 is rounded up to its E2M1 value, ties to even. `odd` is the
 // midpoint divided by a power of two (1, 3, 5 or 7), and `value` is the number divided by the same power. If the number
-// is the midpoint itself, 1/4, 5/4, 5/2 and 5 are rounded down, and 3/4, 7/4 and 7/2 up.
+// is the midpoint itself, 1/4, 5/4, 5/2 and 5 are rounded down, and 3/4, 7/4 and 7/2 up. If kBySum, all midpoints are
+// rounded up, and so is the float below 1/4 (Rounding::rnas).
+template <bool kBySum = false>
 FP4KIT_DEVICE bool rounds_up(float value, u32 odd) {
   const float midpoint = static_cast<float>(odd);
+  if constexpr (kBySum) return (value >= midpoint) | ((odd == 1u) & (value == 1.0f - 0x1p-24f));
   return (value > midpoint) | ((value == midpoint) & (odd % 4u == 3u));
 }
 
@@ -38,33 +41,34 @@ FP4KIT_DEVICE bool is_near_midpoint(float x, float d, u32 odd) {
   return bits_of(x) + 8u - bits_of(d * static_cast<float>(odd)) <= 16u;
 }
 
-// Return true if x * multiplier has the same E2M1 code as x / d for every x whose unused_bits are 0. `multiplier` must
-// be within 1.5 ulp of 1 / d.
+// Return true if x * multiplier, rounded with ties to even, has the same E2M1 code as x / d for every x whose
+// unused_bits are 0. x / d is rounded with kBySum as given. `multiplier` must be within 1.5 ulp of 1 / d.
 //
 // Midpoints of E2M1 are 1, 3, 5 and 7 times powers of two. For each of these four numbers, only one x is tried: the x
 // nearest to that multiple of d, if it is within 8 ulp of the multiple. No other x can fail, because its quotient
 // differs from the midpoint by more than a relative 7 * 2^-24. Rounding changes the quotient by at most a relative
 // 2^-24. The product differs from the quotient by at most a relative 4 * 2^-24.
+template <bool kBySum = false>
 FP4KIT_DEVICE bool is_exact_multiplier(float multiplier, float d, u32 unused_bits) {
   bool is_exact = true;
   FP4KIT_UNROLL
   for (u32 odd = 1; odd < 8; odd += 2) {
     const float x = nearest_element(d, odd, unused_bits);
-    is_exact &= !is_near_midpoint(x, d, odd) | (rounds_up(x / d, odd) == rounds_up(x * multiplier, odd));
+    is_exact &= !is_near_midpoint(x, d, odd) | (rounds_up<kBySum>(x / d, odd) == rounds_up(x * multiplier, odd));
   }
   return is_exact;
 }
 
-// Return a number m such that x * m has the same E2M1 code as x / d for every x whose unused_bits are 0. `nearest` must
-// be the rounded 1 / d. Return NaN if neither `nearest` nor one of its neighbors is such a number, or if quotients by d
-// may leave the range of normal numbers.
+// Return a number m for which is_exact_multiplier is true. `nearest` must be the rounded 1 / d. Return NaN if neither
+// `nearest` nor one of its neighbors is such a number, or if quotients by d may leave the range of normal numbers.
+template <bool kBySum = false>
 FP4KIT_DEVICE float exact_multiplier(float d, float nearest, u32 unused_bits) {
   bool has_midpoints = false;
   FP4KIT_UNROLL
   for (u32 odd = 1; odd < 8; odd += 2) has_midpoints |= is_near_midpoint(nearest_element(d, odd, unused_bits), d, odd);
   if (!(d > 0x1p-90f && d < 0x1p90f)) return nan_value();
-  if (!has_midpoints || is_exact_multiplier(nearest, d, unused_bits)) return nearest;
+  if (!has_midpoints || is_exact_multiplier<kBySum>(nearest, d, unused_bits)) return nearest;
   const float below = float_of(bits_of(nearest) - 1u), above = float_of(bits_of(nearest) + 1u);
-  if (is_exact_multiplier(below, d, unused_bits)) return below;
-  return is_exact_multiplier(above, d, unused_bits) ? above : nan_value();
+  if (is_exact_multiplier<kBySum>(below, d, unused_bits)) return below;
+  return is_exact_multiplier<kBySum>(above, d, unused_bits) ? above : nan_value();
 }
