@@ -29,8 +29,7 @@ FP4KIT_DEVICE void load_searched(const typename In::Bits* x, int j, float (&valu
 #pragma unroll
     for (int i = 0; i < kRun; ++i) values[i] = element(run, j % 16 + i);
   } else {
-#pragma unroll
-    for (int i = 0; i < kRun; ++i) values[i] = In::widen(x[j + i]);
+    widen_run(read_run<In, kRun, kAligned>(x + j), values);
   }
 }
 
@@ -41,20 +40,25 @@ FP4KIT_DEVICE float searched_amax(const typename In::Bits* x) {
                              [&](int, int j, float (&values)[kRun]) { load_searched<R, In, kAligned>(x, j, values); });
 }
 
-// Return the sum of the squared errors of the block of R::kBlock elements at x under a candidate.
-template <class R, class In, bool kAligned>
-FP4KIT_DEVICE float searched_error(const typename In::Bits* x, PowerCandidate candidate) {
-  LaneSums<R::kBlock> sum;
+// Store in `errors` the sum of the squared errors of the block of R::kBlock elements at x under each candidate.
+template <class R, class In, bool kAligned, int kCount>
+FP4KIT_DEVICE void searched_errors(const typename In::Bits* x, const PowerCandidate (&candidates)[kCount],
+                                   float (&errors)[kCount]) {
+  LaneSums<R::kBlock> sums[kCount];
 #pragma unroll
   for (int j = 0; j < R::kBlock; j += kRun) {
-    float values[kRun];
+    float values[kRun], squares[kRun];
     load_searched<R, In, kAligned>(x, j, values);
 #pragma unroll
-    for (int i = 0; i < kRun; ++i)
-      values[i] = squared_error<typename R::Element, In>(magnitude_of(values[i]), candidate);
-    sum.add(j / kRun, values);
+    for (int k = 0; k < kCount; ++k) {
+#pragma unroll
+      for (int i = 0; i < kRun; ++i)
+        squares[i] = squared_error<typename R::Element, In>(magnitude_of(values[i]), candidates[k]);
+      sums[k].add(j / kRun, squares);
+    }
   }
-  return sum.result();
+#pragma unroll
+  for (int k = 0; k < kCount; ++k) errors[k] = sums[k].result();
 }
 
 // Return the power of two that is chosen for the block of R::kBlock elements at x, or amax_without_choice. If
@@ -66,9 +70,10 @@ FP4KIT_DEVICE float chosen_power(const typename In::Bits* x) {
   if (!(amax > 0.0f && is_finite(amax))) return amax_without_choice<F>(amax);
   PowerCandidate candidates[2];
   power_candidates<F, In>(amax, candidates);
-  const float first = searched_error<R, In, kAligned>(x, candidates[0]);
-  const float second = searched_error<R, In, kAligned>(x, candidates[1]);
-  return candidates[second_wins<F, In>(first, second, static_cast<float>(R::kBlock))].amax;
+  float errors[2];
+  searched_errors<R, In, kAligned>(x, candidates, errors);
+  const bool is_second = second_wins<F, In>(errors[0], errors[1], static_cast<float>(R::kBlock));
+  return is_second ? candidates[1].amax : candidates[0].amax;
 }
 
 // Store in a.block_amax the power of two that is chosen for each block of a.x. The kernel is launched before a matrix
@@ -89,7 +94,10 @@ extern "C" __global__ void __launch_bounds__(kThreads) ceil_x_errors_kernel(Sear
     const float amax = searched_amax<R, Input, kAligned>(x);
     a.block_amax[i] = amax;
     const auto error_under = [&](i32 exponent) {
-      return searched_error<R, Input, kAligned>(x, power_candidate<R::Element, Input>(exponent));
+      const PowerCandidate candidates[1] = {power_candidate<R::Element, Input>(exponent)};
+      float errors[1];
+      searched_errors<R, Input, kAligned>(x, candidates, errors);
+      return errors[0];
     };
     add_ceil_x_errors<Input>(amax, error_under, [&](i32 bin, u64 n) { atomicAdd(a.bins + bin, n); });
   }
