@@ -134,16 +134,25 @@ FP4KIT_DEVICE void store_hif4(const QuantizeArguments& a, u32 run, bool is_insid
 }
 
 // Return the value to which the element x in group g of a run is quantized.
+//
+// A step that rounds to float32 or bfloat16 does not round halves of elements, except tiny ones, whose magnitude is 0.
+// If an element or the inverse is NaN, so is the scale.
 template <class R, class In>
 FP4KIT_DEVICE float hif4_value(float x, int g, const Hif4Scales<R, In>& scales) {
   using Rule = typename R::FakeRule;
+  constexpr u32 kSteps = Hif4Traits<R, In>::kSteps;
   const i32 bits = scales.outer[g] + scales.inner[g];
   float magnitude;  // exact in the type of the elements, as its products with powers of two are
-  if constexpr (Rule::kRoundsToInput || sizeof(typename Rule::Number) == 8) {
+  if constexpr ((Rule::kRoundsToInput && In::kMantissaBits == 10) || sizeof(typename Rule::Number) == 8) {
     magnitude = hif4_magnitude<R, Rule, In>(magnitude_of(x), scales.outer[g], scales.inner[g], scales.inverse);
   } else {
-    constexpr u32 kSteps = Hif4Traits<R, In>::kSteps;
-    const u32 steps = hif4_steps<R>(x, hif4_halved(scales.inverse * kSteps, bits));
+    u32 steps;
+    if constexpr (Rule::kRoundsToInput) {
+      const float y = round_to<In>(magnitude_of(x) * hif4_halved(scales.inverse, bits));
+      steps = hif4_whole_steps<R>(round_to<In>(fma_rn(y, static_cast<float>(kSteps), 0.5f)));
+    } else {
+      steps = hif4_steps<R>(x, hif4_halved(scales.inverse * kSteps, bits));
+    }
     magnitude = (float_of(bits_of(0x1p23f) | steps) - 0x1p23f) * (1.0f / kSteps);
   }
   const float value = magnitude * (scales.scale * hif4_halved(1.0f, -bits));

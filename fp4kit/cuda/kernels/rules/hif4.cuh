@@ -76,14 +76,20 @@ FP4KIT_DEVICE float hif4_halved(float x, i32 bits) {
   return float_of(bits_of(x) - (static_cast<u32>(bits) << 23));
 }
 
+// Return t >= 0 rounded down to a number of steps, at most that of the largest magnitude. NaN gives the largest one.
+template <class R>
+FP4KIT_DEVICE u32 hif4_whole_steps(float t) {
+  constexpr u32 kMost = (2u << R::Element::kMantissaBits) - 1u;
+  return bits_of(add_rz(fminf(t, static_cast<float>(kMost) + 0.5f), 0x1p23f)) & kMost;
+}
+
 // Return the number of steps in the rounded magnitude of x: |x| * factor, rounded to the nearest magnitude, ties away
 // from zero. The factor includes the steps per unit. The result for NaN has no meaning.
 template <class R>
 FP4KIT_DEVICE u32 hif4_steps(float x, float factor) {
-  constexpr u32 kMost = (2u << R::Element::kMantissaBits) - 1u;
   float steps = magnitude_of(x) * factor;
   if constexpr (R::BlockRule::kIsAmct) steps = hif4_bfloat16(steps);
-  return bits_of(add_rz(fminf(steps + 0.5f, static_cast<float>(kMost) + 0.5f), 0x1p23f)) & kMost;
+  return hif4_whole_steps<R>(steps + 0.5f);
 }
 
 // Return x rounded to In if the arithmetic A rounds to the type of the elements; otherwise x.
