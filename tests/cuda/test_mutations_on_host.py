@@ -314,7 +314,7 @@ FAULTS: list[tuple[str, str, str, str, Any]] = [
     ("quantize_hif4.cu", "codes of NaN", "words[i] &= kSigns", "words[i] &= ~0u", hif4),
     ("quantize_hif4.cu", "specials that count", "drop_specials(x);", "", hif4),
     ("quantize_dual.cu", "elements of the first outer block", "(outer - row * outers)", "(0u * outers)", hif4),
-    ("quantize_dual.cu", "an amax of half of a block", "lane < kLanes", "lane < kLanes / 2", hif4),
+    ("warp.cuh", "an amax of half of a block", "lane < kLanes", "lane < kLanes / 2", hif4),
     ("quantize_dual.cu", "scales of the first row alone", "if (place % kOuterLanes == 0)", "if (place == 0)", hif4),
     ("dequantize.cu", "a scale of another outer block", "+ block / kCount;", "+ block;", hif4),
     ("hif4.cuh", "operations that are not rounded", "return round_to<In>(x);", "return x;", hif4),

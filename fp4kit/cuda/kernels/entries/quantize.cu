@@ -188,10 +188,7 @@ FP4KIT_DEVICE bool quantize_finite(const QuantizeArguments& a, const RunPosition
                                    const Run<In, QuantizeTraits<R, In>::kRun>& x, u32 own, TensorScale t,
                                    const Factor* table, const Words& random) {
   constexpr int kRun = QuantizeTraits<R, In>::kRun;
-  u32 amax = own;
-#pragma unroll
-  for (int lane = 1; lane < QuantizeTraits<R, In>::kLanes; lane *= 2)
-    amax = maximum(amax, __shfl_xor_sync(0xFFFFFFFFu, amax, lane));
+  u32 amax = largest_of_lanes<QuantizeTraits<R, In>::kLanes>(own);
   u32 largest = amax;
   if constexpr (R::kStatic) {
     if (a.block_amax) {

@@ -7,15 +7,6 @@
 #include "quantize.cuh"
 #include "warp.cuh"
 
-// Return the largest `own` among kLanes neighboring threads. kLanes must be a power of two, at most 32.
-template <int kLanes>
-FP4KIT_DEVICE u32 largest_of_lanes(u32 own) {
-  if constexpr (kLanes == 32) return largest_of_warp(own);
-#pragma unroll
-  for (int lane = 1; lane < kLanes; lane *= 2) own = maximum(own, __shfl_xor_sync(0xFFFFFFFFu, own, lane));
-  return own;
-}
-
 // Encode a run and return true, if a few instructions per element give the codes of the float32 quotients by t.decode.
 // `largest` is the float32 bits of the largest magnitude of the block, and f its Factor.
 //

@@ -4,6 +4,7 @@
 // four elements, which share the inner exponent bit.
 #include "hif4.cuh"
 #include "quantize.cuh"
+#include "warp.cuh"
 
 // Compile-time constants: the elements of a run, the threads that share a block, and the runs per thread and step.
 template <class R, class In>
@@ -47,10 +48,7 @@ FP4KIT_DEVICE u32 hif4_amaxes(const Run<In, kRun>& x, u32 (&largest)[kRun / kHif
     largest[g] = largest_bits_of(group);
     amax = maximum(amax, largest[g]);
   }
-#pragma unroll
-  for (int lane = 1; lane < kHif4Block / kRun; lane *= 2)
-    amax = maximum(amax, __shfl_xor_sync(0xFFFFFFFFu, amax, lane));
-  return amax;
+  return largest_of_lanes<kHif4Block / kRun>(amax);
 }
 
 // Return the scales of a run x. For AMCT, also replace its infinities and NaN by 0. All threads of a warp must call

@@ -13,3 +13,13 @@ FP4KIT_DEVICE u32 largest_of_warp(u32 own) {
   return own;
 #endif
 }
+
+// Return the largest `own` among kLanes neighboring threads. kLanes must be a power of two, at most 32. All threads of
+// the warp must call this function.
+template <int kLanes>
+FP4KIT_DEVICE u32 largest_of_lanes(u32 own) {
+  if constexpr (kLanes == 32) return largest_of_warp(own);
+#pragma unroll
+  for (int lane = 1; lane < kLanes; lane *= 2) own = maximum(own, __shfl_xor_sync(0xFFFFFFFFu, own, lane));
+  return own;
+}
