@@ -86,11 +86,6 @@ def _print_report(out: Output, report: VerifyReport) -> None:
     listed = [x for x in report.layers if x.tally.compared or x.compared or x.tally.zero_blocks or x.name in named]
     out.table(columns, [_cells(layer) for layer in listed])
     out.lines(f"{severity}: {text}" for severity, text in lines_of(report.issues))
-    if not report.layers:
-        out.line(
-            "note: no quantized layer of a known format was found, so only the files were checked; fp4kit convert"
-            " quantizes a model"
-        )
     out.lines(summary_of(report))
     missing = unchecked(report)
     out.lines([f"not checked: {'; '.join(missing)}"] if missing else [])
@@ -379,7 +374,7 @@ COMMANDS = {
             "epilog": "The table lists the layers that were compared with a source, or of which something is to be"
             " said. clipped: weights of the source that are larger than the largest value that their block can store."
             " flushed: blocks of zeros in which the source has other values. Exit codes: 0 no errors, but there may be"
-            " warnings; 1 errors, such as bytes that differ; 2 the checkpoint cannot be read."
+            " warnings; 1 errors, such as bytes that differ, or nothing to verify; 2 the checkpoint cannot be read."
         },
     ),
     "compare": Command(

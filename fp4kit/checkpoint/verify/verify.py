@@ -438,6 +438,12 @@ def _quantized_although_kept(model: Checkpoint, checks: Iterable[Check]) -> Iter
             yield Issue("error", name, _QUANTIZED_ALONE)
 
 
+_NO_LAYERS = (
+    "there is neither a quantized layer of a known format nor a manifest, so nothing was verified; give a quantized"
+    " checkpoint, such as one that fp4kit convert writes"
+)
+
+
 def execute(prepared: Verification, options: Options | None = None) -> VerifyReport:
     """Execute a verification from ``prepare``: compare all values and files, and return the report."""
     options = options or Options()
@@ -459,6 +465,7 @@ def execute(prepared: Verification, options: Options | None = None) -> VerifyRep
             *_issues_of_files(prepared.root, file_differences or ()),
             *prepared.issues,
             *_issues_of_layers(prepared, found, layers, smoothing, readers),
+            *[Issue("error", "model", _NO_LAYERS)] * (not layers and file_differences is None),
         ]
     for name, count in sorted(changed):
         if name not in smoothing.norms:

