@@ -714,7 +714,7 @@ class Collector:
         if not paths:
             raise ValueError("load: got no path; needs one or more files of Collector.save")
         files = [as_path("load", path) for path in paths]
-        return cls.merge([cls._decoded(path.read_bytes(), f"load: {path.name}") for path in files])
+        return cls.merge([cls._decoded(path.read_bytes(), f"load: {path}") for path in files])
 
     @classmethod
     def _decoded(cls, data: bytes, label: str) -> Collector:

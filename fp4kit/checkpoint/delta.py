@@ -142,7 +142,7 @@ def open_patch(path: Path) -> Patch:
     file = read_header(path)
     if KEY not in file.metadata:
         raise CheckpointError(f"{path}: has no {KEY} entry; a patch that fp4kit diff wrote is needed")
-    content = parse_object(file.metadata[KEY].encode(), f"{path.name}: {KEY}")
+    content = parse_object(file.metadata[KEY].encode(), f"{path}: {KEY}")
     if content.get("version") != VERSION:
         raise CheckpointError(f"{path}: is a patch of version {content.get('version')}; {VERSION} is needed")
     model = content.get("model", _MODELS[True])

@@ -510,7 +510,7 @@ class Contract:
             raise CheckpointError(
                 f"{path}: is not a file; needs a contract of fp4kit convert, fp4kit contract --out or Contract.save"
             )
-        return cls._from_data(path.name, load_object(path, path.name))
+        return cls._from_data(str(path), load_object(path, str(path)))
 
     def save(self, path: str | Path) -> None:
         """Write the contract to a JSON file, which appears only when it is complete.

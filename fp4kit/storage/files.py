@@ -6,12 +6,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import stat
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import wraps
 from io import FileIO
 from math import prod
 from pathlib import Path
@@ -283,6 +285,26 @@ class TensorEntry:
         return None
 
 
+_Opened = TypeVar("_Opened")
+
+
+def names_path(read: Callable[[Path], _Opened]) -> Callable[[Path], _Opened]:
+    """Decorate a function that opens a path: its CheckpointErrors name the path as the caller gave it."""
+
+    @wraps(read)
+    def wrapped(path: Path) -> _Opened:
+        try:
+            return read(path)
+        except CheckpointError as error:
+            given, text = shown(str(path)), shown(str(error)).removeprefix(f"{shown(path.name)}: ")
+            if re.search(rf"(?:^|in |outside ){re.escape(given)}(?=[:;,/])", text):
+                raise
+            is_inside = os.path.lexists(path / text.partition(": ")[0])
+            raise CheckpointError(f"{given}{'/' if is_inside else ': '}{text}") from None
+
+    return wrapped
+
+
 _File = TypeVar("_File", bound="SafetensorsFile")  # typing.Self needs Python 3.11
 
 
@@ -343,8 +365,7 @@ def unusable(label: str, error: SafetensorError, path: Path | None = None) -> Ch
 
 def read_header(path: Path, name: str | None = None) -> SafetensorsFile:
     """Return the checked header of the safetensors file at ``path``."""
-    name = name or path.name
-    label = shown(name)
+    label, name = shown(name or str(path)), name or path.name
     if not stat.S_ISREG(path.stat().st_mode):
         raise CheckpointError(f"{label}: not a regular file; a safetensors file is needed")
     with path.open("rb") as file:  # open first: the library reports an unreadable file as missing
@@ -398,7 +419,7 @@ class TensorReader(_OpenFile):
         if status.st_size != file.size or not stat.S_ISREG(status.st_mode):
             self._stream.close()
             raise CheckpointError(
-                f"{file.label}: its size changed since its header was read; run again when no process writes to it"
+                f"{shown(str(file.path))}: changed since its header was read; run again when no process writes to it"
             )
 
     def read_bytes(self, entry: TensorEntry, start: int = 0, count: int | None = None) -> npt.NDArray[np.uint8]:
@@ -419,8 +440,7 @@ class TensorReader(_OpenFile):
             got = self._stream.readinto(data.data[done:])
             if not got:
                 raise CheckpointError(
-                    f"{self._file.label}: ended inside {shown(entry.name)}, so it was truncated while it was read; "
-                    f"run again"
+                    f"{shown(str(self._file.path))}: ended inside {shown(entry.name)}; it was truncated; run again"
                 )
             done += got
 

@@ -187,7 +187,7 @@ def load(path: str | os.PathLike[str]) -> dict[str, Quantized]:
     source = as_path("load", path)
     if not source.exists():
         raise FileNotFoundError(f"load: {source} does not exist; a file that fp4kit.save wrote is needed")
-    file = read_header(source, f"load: {source.name}")
+    file = read_header(source, f"load: {source}")
     sums = _sums(file)
     described = _described(file)
     entries = {entry.name: entry for entry in file.entries}
@@ -207,7 +207,7 @@ def recipes_of(path: str | os.PathLike[str]) -> dict[str, Recipe] | None:
     source = as_path("load", path)
     if not source.exists():
         raise FileNotFoundError(f"load: {source} does not exist; a file that fp4kit.save wrote is needed")
-    file = read_header(source, f"load: {source.name}")
+    file = read_header(source, f"load: {source}")
     if ENTRY not in file.metadata:
         return None
     _sums(file)

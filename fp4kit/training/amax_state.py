@@ -463,7 +463,7 @@ class AmaxState(Mapping[str, Any]):
     def load(cls, path: str | os.PathLike[str], *, experts: Mapping[str, int] | None = None) -> AmaxState:
         """Read a safetensors file with amaxes, and return them as an AmaxState."""
         path = arguments.as_path("load", path)
-        label = f"load: {path.name}"
+        label = f"load: {path}"
         arrays, facts = decode(path.read_bytes(), label)
         if not arrays:
             raise ValueError(f"{label}: has no tensor whose name ends in 'amax'; needs a file with amaxes")

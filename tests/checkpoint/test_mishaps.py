@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -17,10 +18,18 @@ from exhaustive import exhaustive, half
 from numpy_formats import fp8, nvfp4
 from synthetic import BF16, E4M3, E8M0, refused
 
+import fp4kit
 from fp4kit.__main__ import main
+from fp4kit.calibration import Collector
 from fp4kit.checkpoint import CheckpointError, execute, make_plan
 from fp4kit.checkpoint.convert.convert import convert
+from fp4kit.checkpoint.delta import open_patch
+from fp4kit.checkpoint.model.inspect import inspect_checkpoint
+from fp4kit.checkpoint.model.model_files import MANIFEST, open_source
+from fp4kit.checkpoint.plan.other_models import LoraAdapter
+from fp4kit.checkpoint.plan.scale_search import ScaleSearch, read_imatrix
 from fp4kit.checkpoint.verify.verify import verify
+from fp4kit.training.amax_state import AmaxState
 
 CONFIG: dict[str, Any] = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1}
 CONFIG |= {"hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 4}
@@ -285,3 +294,32 @@ def test_no_silent_value(tmp_path: Path, name: str, seeds: range) -> None:
         if wrong and not issues(root) - known[False] and not what.endswith(SLIGHT):
             silent.append(f"{seed} verified alone: {what}: {wrong[:3]}")
     assert not silent, "\n".join(silent)
+
+
+IN_MODEL = "model.safetensors", "model.safetensors.index.json", "config.json", "hf_quant_config.json", MANIFEST
+LOADERS: dict[str, Callable[[Path], Any]] = {
+    "contract.json": fp4kit.Contract.load,
+    "saved.safetensors": fp4kit.load,
+    "patch.safetensors": open_patch,
+    "imatrix.gguf": read_imatrix,
+    "weights.safetensors": lambda path: ScaleSearch.of("mse", path, None),
+    "adapter_config.json": lambda path: LoraAdapter.of(path.parent),
+    "amax.safetensors": AmaxState.load,
+    "totals.safetensors": Collector.load,
+}
+
+
+@pytest.mark.parametrize("name", [*IN_MODEL, "one.safetensors", "one.gguf", "one.onnx", *LOADERS])
+def test_errors_about_a_file_name_its_path_as_given(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files of two models have equal names, so that a name without its directory does not say which is damaged."""
+    monkeypatch.chdir(tmp_path)
+    root = Path("a")  # also a word of messages
+    synthetic.write_model(root, CONFIG, llama())
+    (root / "adapter_model.safetensors").touch()
+    (root / name).write_bytes(b"GGUF" if name.endswith("gguf") else b"{")
+    openers = (
+        [LOADERS[name]] if name in LOADERS else [verify] if name == MANIFEST else [open_source, inspect_checkpoint]
+    )
+    for opener in openers:
+        with pytest.raises(CheckpointError, match=rf"^(load: |imatrix )?a/{re.escape(name)}: "):
+            opener(root if name in IN_MODEL else root / name)

@@ -279,9 +279,10 @@ def test_inspect(tmp_path: Path, run: Run) -> None:
     out = run("inspect", tmp_path / "x.safetensors").out
     assert "\x1b" not in out and "\\x1b[2J[red]:boom:" in out
     for name in ("hole", "not_json"):
-        code, _, err = run("inspect", processes.HERE / "malformed" / f"{name}.safetensors")
+        path = processes.HERE / "malformed" / f"{name}.safetensors"
+        code, _, err = run("inspect", path)
         assert code == 2 and err.count("\n") == 1
-        assert err.startswith(f"fp4kit inspect: {name}.safetensors: not a usable safetensors file")
+        assert err.startswith(f"fp4kit inspect: {path}: not a usable safetensors file")
 
 
 def test_compare(tmp_path: Path, run: Run) -> None:

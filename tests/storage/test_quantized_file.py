@@ -216,7 +216,7 @@ def test_invalid_paths_are_rejected(tmp_path):
         fp4kit.save(tmp_path / "missing" / "a", {})
     with pytest.raises(FileNotFoundError, match=r"^load: .*/missing does not exist; a file that fp4kit.save wrote is"):
         fp4kit.load(tmp_path / "missing")
-    with pytest.raises(ValueError, match=f"^load: {tmp_path.name}: not a regular file; a safetensors file is needed$"):
+    with pytest.raises(ValueError, match=f"^load: {tmp_path}: not a regular file; a safetensors file is needed$"):
         fp4kit.load(tmp_path)
 
 
@@ -264,7 +264,7 @@ METADATA = [  # a metadata entry, and the error of load
 
 
 def rejects(path, text):
-    with pytest.raises(ValueError, match=f"^{re.escape(f'load: {path.name}: {text}')}"):
+    with pytest.raises(ValueError, match=f"^{re.escape(f'load: {path}: {text}')}"):
         fp4kit.load(path)
 
 
@@ -343,10 +343,10 @@ def test_truncations(tmp_path):
     whole = (tmp_path / "whole").read_bytes()
     for length in range(0, len(whole), 5):
         (tmp_path / "a").write_bytes(whole[:length])
-        with pytest.raises(ValueError, match=r"^load: a: not a usable safetensors file: "):
+        with pytest.raises(ValueError, match=r"^load: \S*/a: not a usable safetensors file: "):
             fp4kit.load(tmp_path / "a")
     (tmp_path / "a").write_bytes(whole + b"\0")
-    with pytest.raises(ValueError, match=r"^load: a: not a usable safetensors file: its tensors do not fill it"):
+    with pytest.raises(ValueError, match=r"^load: \S*/a: not a usable safetensors file: its tensors do not fill it"):
         fp4kit.load(tmp_path / "a")
 
 
@@ -365,7 +365,7 @@ def test_flipped_bits(tmp_path):
         changed = bytearray(whole)
         changed[bit // 8] ^= 1 << bit % 8
         (tmp_path / "a").write_bytes(changed)
-        with pytest.raises(ValueError, match=r"^load: a: " + damaged * (bit >= 8 * start)):
+        with pytest.raises(ValueError, match=r"^load: \S*/a: " + damaged * (bit >= 8 * start)):
             fp4kit.load(tmp_path / "a")
 
 
@@ -383,7 +383,7 @@ def test_bits_of_large_tensors_flipped(tmp_path):
             stream.seek(entry.start + at)
             stream.write(bytes([before[0] ^ 16]))
             stream.flush()
-            with pytest.raises(ValueError, match=r"^load: a: the tensor w\.packed has CRC-32"):
+            with pytest.raises(ValueError, match=r"^load: \S*/a: the tensor w\.packed has CRC-32"):
                 fp4kit.load(tmp_path / "a")
             stream.seek(entry.start + at)
             stream.write(before)
@@ -435,7 +435,7 @@ CHANGES = {  # changes of a file of mxfp4-ocp, each of which still gives an arra
 def test_headers_that_were_changed(change, tmp_path):
     fp4kit.save(tmp_path / "a", {"w": fp4kit.quantize(ORDINARY, "mxfp4-ocp")})
     rewritten(tmp_path / "a", CHANGES[change])
-    said = r"^load: a: its header has CRC-32 \w{8}; '\w+' is stored; the file is damaged; copy it again$"
+    said = r"^load: \S*/a: its header has CRC-32 \w{8}; '\w+' is stored; the file is damaged; copy it again$"
     with pytest.raises(ValueError, match=said):
         fp4kit.load(tmp_path / "a")
 
@@ -472,7 +472,9 @@ def test_files_without_checksums(tmp_path):
     rewritten(tmp_path / "a", lambda tensors, metadata: metadata.pop(SUMS))
     assert fp4kit.load(tmp_path / "a")["w"].equals(Q)
     rewritten(tmp_path / "a", lambda tensors, metadata: metadata.update({"fp4kit_crc33": "{}"}))
-    with pytest.raises(ValueError, match=r"^load: a: holds metadata fp4kit_crc33, which fp4kit.save does not write"):
+    with pytest.raises(
+        ValueError, match=r"^load: \S*/a: holds metadata fp4kit_crc33, which fp4kit.save does not write"
+    ):
         fp4kit.load(tmp_path / "a")
 
 

@@ -440,7 +440,7 @@ def test_our_files_know_how_many_experts_there_are(stacked, tmp_path):
 )
 def test_other_files_are_rejected(content, message, tmp_path):
     (tmp_path / "a.safetensors").write_bytes(content)
-    with pytest.raises(ValueError, match=re.escape(f"load: a.safetensors: {message}")):
+    with pytest.raises(ValueError, match=rf"^load: \S*/a\.safetensors: {message}"):
         AmaxState.load(tmp_path / "a.safetensors")
 
 

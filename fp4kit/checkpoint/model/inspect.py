@@ -28,7 +28,7 @@ from fp4kit.recipes import RECIPES, Recipe
 from fp4kit.recipes import recipe as recipe_called
 from fp4kit.recipes.table import ALL_RECIPES, from_data
 from fp4kit.reference.tensor_rules import divisor_dtype
-from fp4kit.storage.files import CheckpointError, listed, read_header, shown
+from fp4kit.storage.files import CheckpointError, listed, names_path, read_header, shown
 from fp4kit.storage.gguf_file import first_parts_of, is_gguf, read_gguf_model
 
 
@@ -78,7 +78,11 @@ class Checkpoint(model_files.Source):
 
 def inspect_checkpoint(path: str | Path) -> Checkpoint:
     """Return the checkpoint at ``path``: a model directory, or a safetensors, GGUF, OpenVINO or ONNX file."""
-    place = Path(path)
+    return _inspected(Path(path))
+
+
+@names_path
+def _inspected(place: Path) -> Checkpoint:
     if model_files.resolved(place).is_dir():
         parts = model_files.open_model_files(place)
         config, beside = model_files.load_configs(place)

@@ -29,6 +29,7 @@ from fp4kit.storage.files import (
     counted,
     listed,
     load_object,
+    names_path,
     other_file,
     read_header,
     shown,
@@ -309,6 +310,7 @@ def is_deepseek_v4(config: Mapping[str, Any]) -> bool:
     return config.get("model_type") in ("deepseek_v4", "deepseek_v41")
 
 
+@names_path
 def open_source(root: Path) -> Source:
     """Open and check a model without reading tensor data, and return it as a Source."""
     if not root.is_dir():
@@ -445,6 +447,7 @@ def manifest_of(digests: Mapping[str, Digest], facts: Mapping[str, Any]) -> dict
     return {"fp4kit_manifest": VERSION, **facts, "files": files}
 
 
+@names_path
 def load_manifest(folder: Path) -> dict[str, Any] | None:
     """Return the content of a directory's manifest, or None if the directory has none."""
     path = folder / MANIFEST

@@ -125,7 +125,7 @@ class LoraAdapter:
                 if name == TENSORS and (root / PICKLED).is_file():
                     more = f"{PICKLED} is pickled: load it with PEFT and call save_pretrained, which writes {TENSORS}"
                 raise CheckpointError(f"{label}: has no {name}; {more}")
-        config = load_object(root / CONFIG, CONFIG)
+        config = load_object(root / CONFIG, str(root / CONFIG))
         _check_options(label, config)
         halves: dict[tuple[str, bool], dict[str, Located]] = defaultdict(dict)
         copies: dict[str, Located] = {}

@@ -344,14 +344,13 @@ def read_imatrix(path: str | Path) -> Imatrix:
         is_gguf = stream.read(len(MAGIC)) == MAGIC
     entries = _gguf_entries(path) if is_gguf else _legacy_entries(path)
     if not entries:
-        raise CheckpointError(f"imatrix {shown(path.name)}: has no entries; make the imatrix again")
+        raise CheckpointError(f"imatrix {shown(str(path))}: has no entries; make the imatrix again")
     return Imatrix(path, file_digest(path), {name.removesuffix(".weight"): entry for name, entry in entries.items()})
 
 
 def _gguf_entries(path: Path) -> dict[str, ImatrixEntry]:
     """Return the entries of an imatrix file in GGUF form, by weight name; {} if it has no entries."""
-    file = read_gguf(path)
-    name = shown(path.name)
+    file, name = read_gguf(path, str(path)), shown(str(path))
     if file.metadata.get("general.type") != "imatrix":
         raise CheckpointError(f"imatrix {name}: is a GGUF file of another type; one of llama-imatrix is needed")
     tensors, found = {entry.name: entry for entry in file.entries}, {}
@@ -405,7 +404,7 @@ def _number(stream: BinaryIO, path: Path, what: str) -> int:
 
 def _damaged(path: Path, why: str) -> CheckpointError:
     """Return the error for a file that is not a usable legacy imatrix file."""
-    return CheckpointError(f"imatrix {shown(path.name)}: is no usable imatrix file: {why}; make it with llama-imatrix")
+    return CheckpointError(f"imatrix {shown(str(path))}: is no usable imatrix file: {why}; make it with llama-imatrix")
 
 
 # The recipe to suggest for searched scales, because it accepts any block scale. If the scales are computed from block

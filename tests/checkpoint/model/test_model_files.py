@@ -115,9 +115,9 @@ def test_file_that_changes_is_refused(tmp_path: Path) -> None:
     file = read_header(path)
     with TensorReader(file) as reader:
         os.truncate(path, file.size - 4)
-        with refused("x.safetensors: ended inside a, so it was truncated while it was read"):
+        with refused("x.safetensors: ended inside a; it was truncated"):
             reader.read(file.entries[0])
-    with refused("x.safetensors: its size changed"):
+    with refused("x.safetensors: changed since its header was read"):
         TensorReader(file)
 
 
