@@ -51,10 +51,12 @@ def _recipes(args: argparse.Namespace, out: Output) -> int:
     """Run the command recipes: list recipes, or compare them with producers (--check, --live)."""
     if args.long and (args.check or args.versions or args.presets):
         raise ValueError("--long is for the list of recipes, --agreement and --live; leave it out")
-    ids = _named(args.ids, families=not (args.check or args.live)) or recipes()
+    ids = _named(args.ids) or recipes()
     if args.versions:
         return _versions(out, ids)
     if args.presets:
+        if args.ids:
+            raise ValueError(f"--presets lists all presets, which are no recipes; leave out {', '.join(args.ids)}")
         return _presets(out)
     if args.golden is not None and not args.check:
         raise ValueError("--golden was given without --check; add --check")
@@ -66,7 +68,7 @@ def _recipes(args: argparse.Namespace, out: Output) -> int:
     if args.check:
         return _check(out, ids, GoldenSet.find() if args.golden is None else GoldenSet.open(args.golden))
     if args.agreement:
-        rows = agreement.agreement_rows()
+        rows = [row for row in agreement.agreement_rows() if not {*ids}.isdisjoint(row[1].split(" = "))]
         out.table(agreement.COLUMNS, rows if args.long else [(a, _first(b, " = ")) for a, b in rows])
         out.document("agreement/1", {"groups": _objects(agreement.COLUMNS, rows)})
         return DONE
@@ -83,12 +85,12 @@ def _recipes(args: argparse.Namespace, out: Output) -> int:
     return DONE
 
 
-def _named(names: Sequence[str], families: bool) -> tuple[str, ...]:
+def _named(names: Sequence[str]) -> tuple[str, ...]:
     """Return the ids of the recipes that ``names`` stand for, without duplicates, in the order of the names."""
     found: dict[str, None] = {}
     for name in names:
         whole = name in ALL_RECIPES or (name in ALIASES and "-" in name)
-        found.update(dict.fromkeys((families and not whole and family(name)) or (recipe(name).id,)))
+        found.update(dict.fromkeys((not whole and family(name)) or (recipe(name).id,)))
     return tuple(found)
 
 

@@ -125,6 +125,21 @@ def test_the_list_of_engines_is_short_without_long(capsys) -> None:
         assert max(map(len, lines)) < width and ("activations" in lines[0]) == bool(options)
 
 
+@pytest.mark.parametrize("word", ["nvfp4", "mxfp4", "modelopt", "mxfp4-torchao", "nvfp4-te"])
+def test_every_option_selects_the_same_recipes(word, capsys, monkeypatch) -> None:
+    assert main(["recipes", word, "--json"]) == 0
+    listed = tuple(one["id"] for one in json.loads(capsys.readouterr().out)["recipes"])
+    assert (len(listed) == 1) == (word == "nvfp4-te")
+    asked = []
+    for name in ("_check", "live", "_versions"):
+        monkeypatch.setattr(f"fp4kit.cli.recipes.{name}", lambda out, ids, *_: asked.append(ids) or 0)
+        assert main(["recipes", word, f"--{name.strip('_')}"]) == 0
+    assert asked == [listed] * 3
+    assert main(["recipes", word, "--agreement", "--json"]) == 0
+    groups = [[*one.values()][-1].split(" = ") for one in json.loads(capsys.readouterr().out)["groups"]]
+    assert groups and all({*group} & {*listed} for group in groups)
+
+
 def test_check_of_a_recipe_without_recorded_outputs(capsys) -> None:
     assert main(["recipes", "nvfp4-deepseek-v4", "--check"]) == 1
     last = capsys.readouterr().out.splitlines()[-1]
@@ -183,6 +198,7 @@ def test_every_format_that_is_listed_has_values(capsys) -> None:
         (["contract", "--engine", "vLLM", "--scheme", "x", "--long"], "--long was given without --list; add --list"),
         (["recipes", "--check", "--long"], "--long is for the list of recipes, --agreement and --live; leave it out"),
         (["formats", "zz"], "needs one of E2M1, E1M2, "),
+        (["recipes", "nvfp4", "--presets"], "--presets lists all presets, which are no recipes; leave out nvfp4"),
         (["recipes", "--golden", "x"], "fp4kit recipes: --golden was given without --check; add --check"),
         (["recipes", "--check", "--golden", "nowhere"], "nowhere is neither"),
     ],
@@ -281,7 +297,7 @@ def test_the_parser_of_one_command_parses_as_that_of_all_commands() -> None:
     ("arguments", "schema", "key", "count"),
     [
         (["recipes"], "recipes/1", "recipes", len(recipes())),
-        (["recipes", "nvfp4", "--check"], "recipes.check/1", "recipes", 1),
+        (["recipes", "nvfp4-te", "--check"], "recipes.check/1", "recipes", 1),
         (["recipes", "--agreement"], "agreement/1", "groups", 59),
         (["formats"], "formats/1", "formats", 17),
         (["formats"], "formats/1", "hierarchical_formats", 5),
