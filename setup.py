@@ -5,9 +5,11 @@ or avx512. Each level is compiled to its own library. The environment variable F
 compile: "native" (the default), "all", "none", or names of LEVELS separated by commas.
 """
 
+import hashlib
 import os
 import platform
 import runpy
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -47,6 +49,7 @@ ENGINE = ["-funswitch-loops", "-fsplit-paths"]
 # Files other than c_api.cpp throw and catch nothing. Their tables for exceptions would make a wheel 2% larger.
 PLAIN = ["-fno-exceptions", "-fno-asynchronous-unwind-tables"]
 REQUESTED = os.environ.get("FP4KIT_CPU_LEVELS", "")  # see chosen_levels
+OBJECTS = os.environ.get("FP4KIT_OBJECTS", "")  # a folder of object files that several builds share, or ""
 IS_X86 = platform.machine().lower() in ("x86_64", "amd64")
 LEVELS = {"base": []}
 # Features that a processor needs for a level. fp4kit_level in source/c_api.cpp checks the same features.
@@ -187,7 +190,18 @@ class BuildEngine(build_ext):
         elif optimization is OPTIMIZATION:
             optimization = [*OPTIMIZATION, *ENGINE]
         options = [*optimization, *one.extra_compile_args]
-        return self.compiler.compile([source], output_dir=str(folder), extra_postargs=options)
+        compiler = getattr(self.compiler, "compiler_so_cxx", self.compiler.compiler_so)
+        if not OBJECTS or shutil.which(compiler[0]) is None:
+            return self.compiler.compile([source], output_dir=str(folder), extra_postargs=options)
+        # The options contain the digest of all sources.
+        version = subprocess.run([compiler[0], "--version"], capture_output=True, text=True).stdout
+        key = hashlib.sha256("\0".join([*compiler, version, source, *options]).encode()).hexdigest()
+        shared = Path(OBJECTS) / f"{key}.o"
+        if not shared.exists():
+            (made,) = self.compiler.compile([source], output_dir=str(folder), extra_postargs=options)
+            shared.parent.mkdir(parents=True, exist_ok=True)
+            os.replace(shutil.copy(made, f"{shared}.{os.getpid()}"), shared)
+        return [str(shared)]
 
     def build_extension(self, one: Extension) -> None:
         """Link the object files of a level. Compilation errors are raised here, because setuptools handles them

@@ -287,6 +287,29 @@ def test_every_source_is_compiled(setup_py):
     assert {ROOT / path for path in setup_py["SOURCES"]} == set((ROOT / "fp4kit" / "cpu" / "source").glob("*.cpp"))
 
 
+STUB = """#!/bin/sh
+case "$*" in *" -c fp4kit"*) echo "$*" >> {log};; esac
+while [ $# -gt 1 ]; do [ "$1" = -o ] && echo > "$2"; shift; done
+"""
+
+
+def test_builds_share_object_files_of_equal_sources(tmp_path):
+    source, log, compiler = copied(tmp_path, "setup.py"), tmp_path / "log", tmp_path / "stub"
+    compiler.write_text(STUB.format(log=log))
+    compiler.chmod(0o755)
+    given = {"FP4KIT_CPU_LEVELS": "base", "FP4KIT_OBJECTS": str(tmp_path / "objects"), "CXX": str(compiler)}
+    for number, (flag, compiled) in enumerate((("-O0", 4), ("-O0", 0), ("-O1", 4), ("-O0", 4), ("-O0", 0))):
+        if number == 3:
+            (source / "fp4kit" / "cpu" / "source" / "hif4.h").write_text("")
+        log.write_text("")
+        folders = (f"--build-{name}={tmp_path / name}{number}" for name in ("lib", "temp"))
+        command = [sys.executable, "setup.py", "-q", "build_ext", *folders]
+        environment = os.environ | given | {"CFLAGS": flag, "CXXFLAGS": flag}
+        subprocess.run(command, check=True, cwd=source, capture_output=True, env=environment)
+        assert len(log.read_text().splitlines()) == compiled, number
+        assert (tmp_path / f"lib{number}" / "fp4kit" / "cpu" / "_base.so").exists()
+
+
 def test_an_editable_installation_is_a_path(tmp_path):
     """The editable installation writes a .pth file with fp4kit's folder.
 
