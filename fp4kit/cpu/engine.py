@@ -39,7 +39,7 @@ from fp4kit.recipes.schema import faking, searching
 from fp4kit.reference import quantize as partial_specification
 from fp4kit.reference import search as specification
 from fp4kit.reference.arith import moved_by, reciprocal_approx_ftz
-from fp4kit.reference.ascend import CHOICES, amax_of_ceil_x, ceil_x_exponent
+from fp4kit.reference.ascend import CHOICES
 from fp4kit.reference.codec import stack
 from fp4kit.reference.matmul import low_rank_product as low_rank_product_of_specification
 from fp4kit.reference.stochastic import hadamard_factor
@@ -123,9 +123,8 @@ def _searched_by_block(name: str, cost: int, *outputs: np.ndarray) -> Callable[.
             sizes = {"block": recipe.block_size, "emax": recipe.element.emax, "threads": threads_for(cut.size * cost)}
             call = codec.slab_call(library.SearchQuestCall, tiles, cut, found, hadamard, **sizes)
             getattr(functions(), f"fp4kit_search_{name}")(ctypes.byref(call), *map(address, outputs))
-            infinite = ~np.isfinite(found).all(axis=1)
             # The library's transform does not tell infinity from NaN.
-            if hadamard is not None and not outputs and infinite.any():
+            if hadamard is not None and not outputs and (infinite := ~np.isfinite(found).all(axis=1)).any():
                 amaxes = np.empty((np.count_nonzero(infinite), found.shape[1]), np.float32)
                 specification.search_matrix(cut[infinite], amaxes, amax, recipe, hadamard)
                 found[infinite] = amaxes
@@ -187,7 +186,8 @@ def _search_ceil_x(call: Call) -> Call:
     if call.mask is not None and not np.isfinite(found).all():  # the library's transform takes infinity for NaN
         return specification.searched(call, None)
     constant = specification.best_constant(np.cumsum(bins, axis=0), call.x.size, call.x.dtype)
-    return call._replace(block_amax=amax_of_ceil_x(ceil_x_exponent(found, constant, call.x.dtype)))
+    functions().fp4kit_ceil_x_amaxes(address(found), found.size, int(4 * constant) - 24, codec.INPUTS[call.x.dtype])
+    return call._replace(block_amax=found)
 
 
 def searched(call: Call, amax: np.ndarray | None) -> Call:

@@ -242,6 +242,7 @@ def _load(level: str) -> Any:
         ("search_quest", None, [POINTER(SearchQuestCall)]),
         ("search_powers", None, [POINTER(SearchQuestCall)]),
         ("search_ceil_x", None, [POINTER(SearchQuestCall), c_void_p]),
+        ("ceil_x_amaxes", None, [c_void_p, c_int64, c_int32, c_int32]),
         ("matmul", None, [POINTER(ProductCall), c_int64, c_int32]),
         ("low_rank", None, [*[c_void_p] * 3, *[c_int64] * 3, c_int32]),
         ("rotate", None, [POINTER(RotateCall)]),

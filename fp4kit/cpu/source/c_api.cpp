@@ -323,6 +323,14 @@ FP4KIT_EXPORT void fp4kit_search_ceil_x(const SearchPowersCall* call, u64* bins)
   });
 }
 
+// Replace each of `count` amaxes by ceil_x_amax for a constant, given by its number. `input` is the type of the
+// elements, as an InputKind.
+FP4KIT_EXPORT void fp4kit_ceil_x_amaxes(float* amaxes, i64 count, i32 constant, i32 input) {
+  with_input_type(input, [&](auto in) {
+    for (i64 i = 0; i < count; ++i) amaxes[i] = ceil_x_amax<decltype(in)>(amaxes[i], constant);
+  });
+}
+
 // Transpose the codes of a matrix with `rows` rows and `columns` columns, and store them in `out`, which must not
 // overlap `codes`. Both arrays are contiguous. If is_nibble is 1, codes are two per byte, and rows and columns must be
 // even. If it is 0, codes are one per byte.

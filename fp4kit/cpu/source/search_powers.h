@@ -29,7 +29,7 @@ struct ChosenE4m3 {
 };
 
 // Return the sum of `count` terms in the order of LaneSums.
-inline float sum_of_lanes(const float* terms, i64 count) {
+__forceinline__ float sum_of_lanes(const float* terms, i64 count) {
   float partial[4][8] = {};
   const i64 vectors = count / 8, grouped = vectors / 4 * 4;
   for (i64 v = 0; v < vectors; ++v)
@@ -41,7 +41,7 @@ inline float sum_of_lanes(const float* terms, i64 count) {
 
 // Return the amax of the `block` elements whose bits are at x. It is NaN or infinite if an element is.
 template <class In>
-float searched_amax(const typename Input<In>::Bits* x, i64 block) {
+__forceinline__ float searched_amax(const typename Input<In>::Bits* x, i64 block) {
   typename Input<In>::Bits largest = 0;
   for (i64 i = 0; i < block; ++i)
     largest = maximum(largest, static_cast<decltype(largest)>(x[i] & Input<In>::kMagnitude));
@@ -49,57 +49,63 @@ float searched_amax(const typename Input<In>::Bits* x, i64 block) {
   return largest == Input<In>::kInfinity ? float_of(kInfinityBits) : nan_value();
 }
 
-// Return the sum of the squared errors of `block` finite elements under a candidate. If In holds the values,
-// differences are exact, because values are multiples of the last bit of their elements. Then only squares are rounded.
+// Return the sum of the squared errors of `block` finite elements under a candidate. Only squares are rounded, because
+// a value is a multiple of the last bit of its element, or the element itself if its step is smaller. The sum of a
+// square and `magic` is rounded to a multiple of the last bit that a float16 of this size has.
 template <class F, class In>
-float error_of(const typename Input<In>::Bits* x, i64 block, PowerCandidate candidate) {
-  using Bits = typename Input<In>::Bits;
-  const float least = candidate.power * float_of(static_cast<u32>(F::kEmin - F::kMantissaBits + 127) << 23);
-  const bool is_exact = round_to<In>(least) == least && is_finite(round_to<In>(candidate.power * max_of<F>()));
+__forceinline__ float error_of(const typename Input<In>::Bits* x, i64 block, PowerCandidate candidate) {
+  // The product with kUp, which kDown undoes, makes float16 numbers infinite that are 2^16 or larger.
+  constexpr float kUp = In::kMantissaBits == 10 ? 0x1p112f : 1.0f, kDown = 1.0f / kUp;
   float errors[256];
-  const auto fill = [&](auto error) {
-    for (i64 i = 0; i < block; i += 16)
-      for (i64 j = i; j < i + 16; ++j)
-        errors[j] = error(Input<In>::value(static_cast<Bits>(x[j] & Input<In>::kMagnitude)));
-  };
-  if (is_exact)
-    fill([=](float value) {
-      const float difference = value - nearest_by_a_sum<F>(value * candidate.factor) * candidate.power;
-      return round_to<In>(difference * difference);
-    });
-  else
-    fill([=](float value) { return squared_error<F, In>(value, candidate); });
+  for (i64 i = 0; i < block; ++i) {
+    const float element = Input<In>::value(x[i] & Input<In>::kMagnitude);
+    const float value = nearest_by_a_sum<F>(element * candidate.factor) * (candidate.power * kUp) * kDown;
+    const float square = (element - value) * (element - value);
+    const float magic = float_of((maximum(bits_of(square), 113u << 23) & kInfinityBits) + (13u << 23));
+    errors[i] = In::kMantissaBits == 10 ? ((square + magic) - magic) * kUp * kDown : Input<In>::rounded(square);
+  }
   return sum_of_lanes(errors, block);
 }
 
 // Return the power of two that is chosen for the `block` elements whose bits are at x, or amax_without_choice.
 template <class F, class In>
-float chosen_power(const typename Input<In>::Bits* x, i64 block) {
+__forceinline__ float chosen_power(const typename Input<In>::Bits* x, i64 block) {
   const float amax = searched_amax<In>(x, block);
   if (is_nan(amax)) return amax;
   if (!(amax > 0.0f && is_finite(amax))) return amax_without_choice<F>(amax);
   PowerCandidate candidates[2];
   power_candidates<F, In>(amax, candidates);
-  if (candidates[0].amax == candidates[1].amax) return candidates[0].amax;
+  // Up to half a step above the largest value under candidate 0, its values contain those under candidate 1, which is
+  // not smaller, so that no error is larger. Rounding keeps this order. In float32, an element next to the middle of
+  // two values may get the farther one (nearest_by_a_sum). Scaled elements of other types have too few bits for that.
+  constexpr float kHalfStep = 0.5f * static_cast<float>(1 << (F::kEmax - F::kMantissaBits));
+  const bool is_first = sizeof(typename In::Bits) == 2 && amax * candidates[0].factor <= max_of<F>() + kHalfStep;
+  if (is_first | candidates[0].amax == candidates[1].amax) return candidates[0].amax;
   const float first = error_of<F, In>(x, block, candidates[0]), second = error_of<F, In>(x, block, candidates[1]);
   return candidates[second_wins<F, In>(first, second, static_cast<float>(block))].amax;
 }
 
-// Call work(block, out) for every block of a tile, where `out` is its place in call.out.
+// Call work(x, block, count, out) for groups of at most kLanes neighboring blocks of a tile: `count` blocks of `block`
+// columns whose elements begin at x, and whose places in call.out begin at `out`. The usual block is passed as a
+// constant, so that loops over its elements are unrolled.
 template <class In, class Work>
-void for_each_block(const SearchPowersCall& call, const Rectangle& tile, Work work) {
+void for_each_group(const SearchPowersCall& call, const Rectangle& tile, Work work) {
   const auto x = view<In>(call.x, tile);
-  for (i64 i = 0; i < tile.rows; ++i) {
-    float* out = call.out + (tile.row + i) * call.out_step + tile.column / call.block;
-    for (i64 b = 0; b < tile.columns / call.block; ++b) work(x.data + i * x.step + b * call.block, out + b);
-  }
+  for (i64 i = 0; i < tile.rows; ++i)
+    for (i64 j = 0; j < tile.columns; j += kLanes * call.block) {
+      const auto* first = x.data + i * x.step + j;
+      float* out = call.out + (tile.row + i) * call.out_step + (tile.column + j) / call.block;
+      const i64 count = minimum<i64>((tile.columns - j) / call.block, kLanes);
+      call.block == 32 ? work(first, 32, count, out) : work(first, call.block, count, out);
+    }
 }
 
 // Store the chosen power of every block of a tile in call.out.
 template <class In>
 void search_powers_tile(const SearchPowersCall& call, const Rectangle& tile) {
-  for_each_block<In>(call, tile, [&](const auto* x, float* out) {
-    *out = call.emax == 2 ? chosen_power<ChosenE2m1, In>(x, call.block) : chosen_power<ChosenE4m3, In>(x, call.block);
+  for_each_group<In>(call, tile, [&](const auto* x, i64 block, i64 count, float* out) __attribute__((always_inline)) {
+    for (i64 b = 0; b < count; ++b, x += block)
+      out[b] = call.emax == 2 ? chosen_power<ChosenE2m1, In>(x, block) : chosen_power<ChosenE4m3, In>(x, block);
   });
 }
 
@@ -108,15 +114,25 @@ template <class In>
 void search_ceil_x_tile(const SearchPowersCall& call, const Rectangle& tile, u64* bins) {
   constexpr size_t kBins = kCeilXConstants * kCeilXFields;
   u64 own[kBins] = {};
-  for_each_block<In>(call, tile, [&](const auto* x, float* out) {
-    const float amax = *out = searched_amax<In>(x, call.block);
-    const auto error_under = [&](i32 exponent) {
-      return error_of<ChosenE2m1, In>(x, call.block, power_candidate<ChosenE2m1, In>(exponent));
-    };
-    if (is_finite(amax))
-      add_ceil_x_errors<In>(amax, error_under, [&](i32 bin, u64 n) { own[bin] += n; });
-    else
-      ++own[kCeilXFields - 1];
+  for_each_group<In>(call, tile, [&](const auto* x, i64 block, i64 count, float* out) __attribute__((always_inline)) {
+    float amax[kLanes] = {};
+    i32 exponent[kLanes], last[kLanes], counts[kLanes];
+    for (i64 b = 0; b < count; ++b) out[b] = amax[b] = searched_amax<In>(x + b * block, block);
+    for (int l = 0; l < kLanes; ++l) {
+      exponent[l] = ceil_x_exponent<In>(amax[l], 0);
+      last[l] = ceil_x_exponent<In>(amax[l], kCeilXConstants - 1);
+      counts[l] = ceil_x_count<In>(amax[l], exponent[l]);
+    }
+    for (i64 b = 0; b < count; ++b) {
+      const auto error_under = [&](i32 e) __attribute__((always_inline)) {
+        return error_of<ChosenE2m1, In>(x + b * block, block, power_candidate<ChosenE2m1, In>(e));
+      };
+      if (is_finite(amax[b]))
+        add_ceil_x_errors<In>(amax[b], exponent[b], counts[b], last[b], error_under,
+                              [&](i32 bin, u64 n) { own[bin] += n; });
+      else
+        ++own[kCeilXFields - 1];
+    }
   });
   for (size_t i = 0; i < kBins; ++i)
     if (own[i]) __atomic_fetch_add(bins + i, own[i], __ATOMIC_RELAXED);

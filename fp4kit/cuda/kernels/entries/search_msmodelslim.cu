@@ -99,7 +99,9 @@ extern "C" __global__ void __launch_bounds__(kThreads) ceil_x_errors_kernel(Sear
       searched_errors<R, Input, kAligned>(x, candidates, errors);
       return errors[0];
     };
-    add_ceil_x_errors<Input>(amax, error_under, [&](i32 bin, u64 n) { atomicAdd(a.bins + bin, n); });
+    const i32 exponent = ceil_x_exponent<Input>(amax, 0), last = ceil_x_exponent<Input>(amax, kCeilXConstants - 1);
+    add_ceil_x_errors<Input>(amax, exponent, ceil_x_count<Input>(amax, exponent), last, error_under,
+                             [&](i32 bin, u64 n) { atomicAdd(a.bins + bin, n); });
   }
 }
 
@@ -124,8 +126,6 @@ extern "C" __global__ void __launch_bounds__(kThreads) ceil_x_kernel(SearchMsmod
   for (i32 i = 1; i < kCeilXConstants; ++i) best = means[i] < means[best] ? i : best;
   const i64 count = a.rows * (a.columns / R::kBlock);
   for (i64 i = first_item(whole_grid()); i < count; i += item_stride(whole_grid())) {
-    const float amax = a.block_amax[i];
-    const float power = value_of_e8m0(static_cast<u32>(ceil_x_exponent<Input>(amax, best) + 127));
-    a.block_amax[i] = is_nan(amax) ? amax : fmaxf(0.75f * power - 9.6e-7f, 0.0f) * 7.25f;
+    a.block_amax[i] = ceil_x_amax<Input>(a.block_amax[i], best);
   }
 }

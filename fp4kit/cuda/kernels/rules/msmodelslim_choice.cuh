@@ -28,6 +28,10 @@ FP4KIT_DEVICE PowerCandidate power_candidate(i32 exponent) {
 template <class In>
 FP4KIT_DEVICE i32 nearest_exponent(float amax, float top) {
   const float s = round_to<In>(amax / top);
+  const u32 bits = bits_of(s), significand = bits & 0x7FFFFFu;
+  // If 2^-16 <= s < 2^16, rounding moves the logarithm by 2^-5 at most. log2(1.375) < 0.46, and log2(1.46875) > 0.55.
+  if (bits - (111u << 23) < 32u << 23 && significand - 0x300000u > 0xC0000u)
+    return static_cast<i32>(bits >> 23) - 127 + (significand > 0x300000u);
   const float log = round_to<In>(float32_log2(s > 0.0f ? s : 1.0f)), below = floorf(log);
   const float fraction = round_to<In>(log - below);
   const i32 exponent = static_cast<i32>(below);
@@ -80,26 +84,38 @@ FP4KIT_DEVICE i32 ceil_x_exponent(float amax, i32 i) {
   return msmodelslim_exponent<true, In>(amax, 6.0f + 0.25f * static_cast<float>(i));
 }
 
+// Return the amax for which the constant 7.25 gives the exponent that a block has for constant number i.
+template <class In>
+FP4KIT_DEVICE float ceil_x_amax(float amax, i32 i) {
+  const float power = value_of_e8m0(static_cast<u32>(ceil_x_exponent<In>(amax, i) + 127));
+  return is_nan(amax) ? amax : fmaxf(0.75f * power - 9.6e-7f, 0.0f) * 7.25f;
+}
+
+// Return the number of constants that give a block the exponent `exponent` or a larger one. They are the first ones.
+template <class In>
+FP4KIT_DEVICE i32 ceil_x_count(float amax, i32 exponent) {
+  i32 count = 0;
+  FP4KIT_UNROLL
+  for (i32 bit = 4; bit >= 0; --bit) {
+    const i32 larger = minimum(count + (1 << bit), kCeilXConstants);
+    count = ceil_x_exponent<In>(amax, larger - 1) >= exponent ? larger : count;
+  }
+  return count;
+}
+
 // Add the errors of a block to bins (constants, fields): add(i, n) adds n to bin number i. The sums of the bins of
-// constants 0 to i are the bins of constant i, because few constants change the exponent. error_under(exponent) returns
+// constants 0 to i are the bins of constant i, because few constants change the exponent. The first `count` constants
+// give the block the exponent `exponent`, and the last one gives it the exponent `last`. error_under(exponent) returns
 // the sum of the squared errors of the block.
 template <class In, class ErrorUnder, class Add>
-FP4KIT_DEVICE void add_ceil_x_errors(float amax, const ErrorUnder& error_under, const Add& add) {
-  for (i32 i = 0, next; i < kCeilXConstants; i = next) {
-    const i32 exponent = ceil_x_exponent<In>(amax, i);
-    next = i + 1;  // becomes the first constant that gives another exponent
-    i32 last = kCeilXConstants;
-    if (ceil_x_exponent<In>(amax, last - 1) == exponent) next = last;
-    while (next < last) {
-      const i32 middle = (next + last) / 2;
-      if (ceil_x_exponent<In>(amax, middle) == exponent)
-        next = middle + 1;
-      else
-        last = middle;
-    }
+FP4KIT_DEVICE void add_ceil_x_errors(float amax, i32 exponent, i32 count, i32 last, const ErrorUnder& error_under,
+                                     const Add& add) {
+  for (i32 i = 0, next = count; i < kCeilXConstants; --exponent) {
     const u32 bits = bits_of(error_under(exponent)), field = bits >> 23 & 0xFFu;
     const u64 significand = (bits & 0x7FFFFFu) + (field ? 0x800000u : 0u);
     add(i * kCeilXFields + static_cast<i32>(field), significand);
     if (next < kCeilXConstants) add(next * kCeilXFields + static_cast<i32>(field), 0u - significand);
+    i = next;
+    next = exponent - 1 <= last ? kCeilXConstants : ceil_x_count<In>(amax, exponent - 1);
   }
 }

@@ -27,7 +27,10 @@ struct NearPower<Bfloat16> {
 template <class In>
 FP4KIT_DEVICE u32 steps_near_power(u64 counts, i32 e) {
   const u32 u = static_cast<u32>(e < 0 ? ~e : e) | 1u;
-  return (static_cast<u32>(counts >> (8 * (31 - __clz(u)))) & 0xFFu) << NearPower<In>::kShift;
+  // Neither __clz nor a shift of 64 bits, which keep g++ from vectorizing loops.
+  const u32 place = 8u * ((bits_of(static_cast<float>(static_cast<i32>(u))) >> 23) - 127u);
+  const u32 half = place < 32u ? static_cast<u32>(counts) : static_cast<u32>(counts >> 32);
+  return (half >> (place & 31u) & 0xFFu) << NearPower<In>::kShift;
 }
 
 // Return floor(log2(x)) for x = float_of(bits) * 2^-down, where log2(x) is rounded to In. float_of(bits) must be a
