@@ -463,8 +463,8 @@ FAULTS: list[tuple[str, str, str, str, Any]] = [
         *("values[i]", call_of(quantize_searched, "mxfp4-fp-quant-quest", F32)),
     ),
     (
-        *("search_msmodelslim.cu", "-", "second_wins<F, In>(first, second"),
-        *("second_wins<F, In>(second, first", call_of(quantize_searched, "mxfp4-msmodelslim-4over6", F32)),
+        *("search_msmodelslim.cu", "-", "(errors[0], errors[1]"),
+        *("(errors[1], errors[0]", call_of(quantize_searched, "mxfp4-msmodelslim-4over6", F32)),
     ),
     (
         *("search_msmodelslim.cu", "the largest mean", "means[i] < means[best]", "means[i] > means[best]"),

@@ -75,12 +75,7 @@ __forceinline__ float chosen_power(const typename Input<In>::Bits* x, i64 block)
   if (!(amax > 0.0f && is_finite(amax))) return amax_without_choice<F>(amax);
   PowerCandidate candidates[2];
   power_candidates<F, In>(amax, candidates);
-  // Up to half a step above the largest value under candidate 0, its values contain those under candidate 1, which is
-  // not smaller, so that no error is larger. Rounding keeps this order. In float32, an element next to the middle of
-  // two values may get the farther one (nearest_by_a_sum). Scaled elements of other types have too few bits for that.
-  constexpr float kHalfStep = 0.5f * static_cast<float>(1 << (F::kEmax - F::kMantissaBits));
-  const bool is_first = sizeof(typename In::Bits) == 2 && amax * candidates[0].factor <= max_of<F>() + kHalfStep;
-  if (is_first | candidates[0].amax == candidates[1].amax) return candidates[0].amax;
+  if (first_cannot_lose<F, In>(amax, candidates)) return candidates[0].amax;
   const float first = error_of<F, In>(x, block, candidates[0]), second = error_of<F, In>(x, block, candidates[1]);
   return candidates[second_wins<F, In>(first, second, static_cast<float>(block))].amax;
 }

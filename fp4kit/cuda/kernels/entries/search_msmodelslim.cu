@@ -40,49 +40,104 @@ FP4KIT_DEVICE float searched_amax(const typename In::Bits* x) {
                              [&](int, int j, float (&values)[kRun]) { load_searched<R, In, kAligned>(x, j, values); });
 }
 
-// Store in `errors` the sum of the squared errors of the block of R::kBlock elements at x under each candidate.
-template <class R, class In, bool kAligned, int kCount>
-FP4KIT_DEVICE void searched_errors(const typename In::Bits* x, const PowerCandidate (&candidates)[kCount],
-                                   float (&errors)[kCount]) {
-  LaneSums<R::kBlock> sums[kCount];
+// Return the sum of the squared errors of the block of R::kBlock elements at x under a candidate.
+template <class R, class In, bool kAligned>
+FP4KIT_DEVICE float searched_error(const typename In::Bits* x, PowerCandidate candidate) {
+  LaneSums<R::kBlock> sum;
 #pragma unroll
   for (int j = 0; j < R::kBlock; j += kRun) {
-    float values[kRun], squares[kRun];
+    float values[kRun];
     load_searched<R, In, kAligned>(x, j, values);
 #pragma unroll
-    for (int k = 0; k < kCount; ++k) {
-#pragma unroll
-      for (int i = 0; i < kRun; ++i)
-        squares[i] = squared_error<typename R::Element, In>(magnitude_of(values[i]), candidates[k]);
-      sums[k].add(j / kRun, squares);
-    }
+    for (int i = 0; i < kRun; ++i)
+      values[i] = squared_error<typename R::Element, In>(magnitude_of(values[i]), candidate);
+    sum.add(j / kRun, values);
   }
-#pragma unroll
-  for (int k = 0; k < kCount; ++k) errors[k] = sums[k].result();
+  return sum.result();
 }
 
-// Return the power of two that is chosen for the block of R::kBlock elements at x, or amax_without_choice. If
-// R::kHadamard, the elements are transformed first.
+// The amaxes that stand for the two powers of a block, and whether errors must decide between them.
+struct PowerChoice {
+  PowerCandidate candidates[2];
+  bool is_open;
+};
+
+// Return the choice for the block of R::kBlock elements at x. If is_open is false, the first candidate wins.
 template <class R, class In, bool kAligned>
-FP4KIT_DEVICE float chosen_power(const typename In::Bits* x) {
+FP4KIT_DEVICE PowerChoice power_choice(const typename In::Bits* x) {
   using F = typename R::Element;
   const float amax = searched_amax<R, In, kAligned>(x);
-  if (!(amax > 0.0f && is_finite(amax))) return amax_without_choice<F>(amax);
-  PowerCandidate candidates[2];
-  power_candidates<F, In>(amax, candidates);
+  PowerChoice choice = {{{0.0f, 0.0f, amax_without_choice<F>(amax)}, {}}, false};
+  if (!(amax > 0.0f && is_finite(amax))) return choice;
+  power_candidates<F, In>(amax, choice.candidates);
+  choice.is_open = !first_cannot_lose<F, In>(amax, choice.candidates);
+  return choice;
+}
+
+// Return true if the second candidate wins for the block of R::kBlock elements at x. Eight neighboring threads compute
+// the errors, each those of one lane (LaneSums). All threads of a warp must call this function.
+template <class R, class In, bool kAligned>
+FP4KIT_DEVICE bool second_power_wins(const typename In::Bits* x, const PowerCandidate (&candidates)[2]) {
+  const u32 lane = threadIdx.x % kRun;
+  float partial[2][4] = {};
+#pragma unroll
+  for (int v = 0; v < R::kBlock / kRun; ++v) {
+    float a = 0.0f;
+    if constexpr (R::kHadamard) {
+      float values[kRun];
+      load_searched<R, In, kAligned>(x, v * kRun, values);
+#pragma unroll
+      for (u32 i = 0; i < kRun; ++i) a = i == lane ? values[i] : a;
+    } else {
+      a = In::widen(x[v * kRun + lane]);
+    }
+    const int part = v < R::kBlock / 32 * 4 ? v % 4 : 0;
+#pragma unroll
+    for (int k = 0; k < 2; ++k)
+      partial[k][part] = partial[k][part] + squared_error<typename R::Element, In>(magnitude_of(a), candidates[k]);
+  }
   float errors[2];
-  searched_errors<R, In, kAligned>(x, candidates, errors);
-  const bool is_second = second_wins<F, In>(errors[0], errors[1], static_cast<float>(R::kBlock));
-  return is_second ? candidates[1].amax : candidates[0].amax;
+#pragma unroll
+  for (int k = 0; k < 2; ++k) {
+    const float own = partial[k][0] + partial[k][1] + partial[k][2] + partial[k][3];
+    errors[k] = 0.0f;
+#pragma unroll
+    for (u32 i = 0; i < kRun; ++i)
+      errors[k] = errors[k] + float_of(__shfl_sync(0xFFFFFFFFu, bits_of(own), threadIdx.x % 32u / kRun * kRun + i));
+  }
+  return second_wins<typename R::Element, In>(errors[0], errors[1], static_cast<float>(R::kBlock));
 }
 
 // Store in a.block_amax the power of two that is chosen for each block of a.x. The kernel is launched before a matrix
-// is quantized, for recipes whose Recipe.search is in CHOICES (reference/ascend.py). One thread computes one block at a
+// is quantized, for recipes whose Recipe.search is in CHOICES (reference/ascend.py). A thread finds the candidates of
+// one block. Eight threads together then compute the errors of a block whose choice is open: four blocks of a warp at a
 // time. Launch with any number of thread blocks.
 extern "C" __global__ void __launch_bounds__(kThreads) search_msmodelslim_kernel(SearchMsmodelslimArguments a) {
+  using In = Input;
+  const u32 lane = threadIdx.x % 32u;
   const i64 count = a.rows * (a.columns / R::kBlock);
-  for (i64 i = first_item(whole_grid()); i < count; i += item_stride(whole_grid()))
-    a.block_amax[i] = chosen_power<R, Input, kAligned>(static_cast<const typename Input::Bits*>(a.x) + i * R::kBlock);
+  const auto* x = static_cast<const typename In::Bits*>(a.x);
+  for (i64 first = first_item(whole_grid()) - lane; first < count; first += item_stride(whole_grid())) {
+    const bool inside = first + lane < count;
+    PowerChoice own = {};
+    if (inside) own = power_choice<R, In, kAligned>(x + (first + lane) * R::kBlock);
+    float amax = own.candidates[0].amax;
+    u32 open = __ballot_sync(0xFFFFFFFFu, own.is_open);
+    for (u32 before = __popc(open & ((1u << lane) - 1u)); open; before -= 4u) {  // open blocks of the threads before
+      u32 rest = open;
+      for (u32 i = 0; i < lane / kRun; ++i) rest &= rest - 1u;
+      const u32 from = rest ? 31u - __clz(rest & (~rest + 1u)) : 0u;  // the block of these eight threads
+      const auto sent = [&](float y) { return float_of(__shfl_sync(0xFFFFFFFFu, bits_of(y), from)); };
+      PowerCandidate candidates[2];
+#pragma unroll
+      for (int k = 0; k < 2; ++k) candidates[k] = {sent(own.candidates[k].factor), sent(own.candidates[k].power), 0.0f};
+      const bool is_second = second_power_wins<R, In, kAligned>(x + (first + from) * R::kBlock, candidates);
+      const bool wins = __shfl_sync(0xFFFFFFFFu, static_cast<u32>(is_second), before % 4u * kRun);
+      if (own.is_open && before < 4u && wins) amax = own.candidates[1].amax;
+      for (int i = 0; i < 4; ++i) open &= open - 1u;
+    }
+    if (inside) a.block_amax[first + lane] = amax;
+  }
 }
 
 // Store the amax of each block of a.x in a.block_amax, and add the errors of all constants to a.bins
@@ -94,10 +149,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) ceil_x_errors_kernel(Sear
     const float amax = searched_amax<R, Input, kAligned>(x);
     a.block_amax[i] = amax;
     const auto error_under = [&](i32 exponent) {
-      const PowerCandidate candidates[1] = {power_candidate<R::Element, Input>(exponent)};
-      float errors[1];
-      searched_errors<R, Input, kAligned>(x, candidates, errors);
-      return errors[0];
+      return searched_error<R, Input, kAligned>(x, power_candidate<R::Element, Input>(exponent));
     };
     const i32 exponent = ceil_x_exponent<Input>(amax, 0), last = ceil_x_exponent<Input>(amax, kCeilXConstants - 1);
     add_ceil_x_errors<Input>(amax, exponent, ceil_x_count<Input>(amax, exponent), last, error_under,

@@ -60,6 +60,18 @@ FP4KIT_DEVICE float squared_error(float a, PowerCandidate c) {
   return round_to<In>(difference * difference);
 }
 
+// Return true if the first candidate certainly wins a block with this amax.
+//
+// Up to half a step above the largest value under candidate 0, its values contain those under candidate 1, which is not
+// smaller, so that no error is larger. Rounding keeps this order. In float32, an element next to the middle of two
+// values may get the farther one (nearest_by_a_sum). Scaled elements of other types have too few bits for that.
+template <class F, class In>
+FP4KIT_DEVICE bool first_cannot_lose(float amax, const PowerCandidate (&candidates)[2]) {
+  constexpr float kHalfStep = 0.5f * static_cast<float>(1 << (F::kEmax - F::kMantissaBits));
+  const bool is_below = sizeof(typename In::Bits) == 2 && amax * candidates[0].factor <= max_of<F>() + kHalfStep;
+  return is_below | candidates[0].amax == candidates[1].amax;
+}
+
 // Return true if the second candidate wins, given the sums of the squared errors of `count` elements.
 template <class F, class In>
 FP4KIT_DEVICE bool second_wins(float first_sum, float second_sum, float count) {
