@@ -22,7 +22,7 @@ from fp4kit.layouts import padded_shape, swizzle_scales, unswizzle_scales
 from fp4kit.lazy import FUNCTIONS
 from fp4kit.ops.amax import amax as plain_amax
 from fp4kit.ops.engines import specification
-from fp4kit.ops.identify import CandidateAmaxes, identify
+from fp4kit.ops.identify import CandidateAmaxes, ranked
 from fp4kit.ops.quantize import dequantize, fake_quantize, quantize
 from fp4kit.ops.transforms import hadamard, unswizzle
 from fp4kit.quantized.container import Quantized
@@ -663,7 +663,7 @@ def with_making(found: Rows, x: np.ndarray, whole: Whole, rows: np.ndarray, trie
 
 def identified(found: Rows, x: np.ndarray, part: Quantized) -> Rows:
     """Find the recipe of the table that made the bytes of a layer, or the nearest one."""
-    verdict = identify(part, x)
+    verdict = ranked(part, x)
     for r in (RECIPES.get(id, part.recipe) for id in verdict.exact):
         for amax in CandidateAmaxes(part, x).for_recipe(r):
             one = Arithmetic(r, None if amax is None else np.asarray(amax, np.float32))

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import astuple, dataclass, fields, replace
+from importlib import import_module
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -223,8 +224,12 @@ class Identification(Shown):
         variations: empty if a recipe reproduces all bytes. Otherwise, the recipes that reproduce all bytes together
             with a Hadamard transform, and the recipes that may have made every code by stochastic rounding, with or
             without a Hadamard transform.
-        fault: "" if a recipe reproduces all bytes. Otherwise, a text if codes or scales are zero though x is not. In
-            blocks that are so small that the scales of some recipes underflow, zero scales are no fault.
+        fault: "" if a recipe reproduces all bytes, or if no fault is recognized. Otherwise, the fault that changed the
+            bytes, as `fp4kit identify` names it, such as "nibbles are swapped"; or a text if codes or scales are zero
+            though x is not. In blocks that are so small that the scales of some recipes underflow, zero scales are no
+            fault.
+        before_fault: the names of the recipes that reproduce all bytes if the fault is undone; () if no such fault is
+            recognized.
 
     Examples:
         >>> import fp4kit, numpy as np
@@ -237,6 +242,7 @@ class Identification(Shown):
     matches: tuple[Match, ...]
     variations: tuple[Variation, ...] = ()
     fault: str = ""
+    before_fault: tuple[str, ...] = ()
 
     @property
     def exact(self) -> tuple[str, ...]:
@@ -249,28 +255,37 @@ class Identification(Shown):
 
         The first of these cases that applies decides:
 
-        - One to three recipes reproduce all bytes: the sentence names them. If there are more, it names one of them and
-          the number of the others; `exact` has all.
-        - There is a fault: it is named, with the nearest recipe.
-        - There are variations: it names the recipe and options of the first one, and other recipes with equal options.
+        - Recipes reproduce all bytes: the sentence names them.
+        - There is a fault: it is named, with the recipes that made the bytes before it, or with the nearest ones.
+        - There are variations: it names the options of the first one, and the recipes with these options.
         - No recipe of fp4kit has the formats of the array: it says so.
-        - Otherwise, it names the nearest recipe and its share of equal bytes.
+        - Otherwise, it names the nearest recipes and their share of equal bytes.
+
+        Of more than three recipes, the sentence names one and the number of the others; `exact`, `before_fault`,
+        `variations` and `matches` have all.
         """
         if self.exact:
-            if len(self.exact) > MOST_NAMED:
-                count = len(self.exact) - 1
-                return f"{_plainest(self.exact)} or {count} others that agree on this tensor made these bytes"
-            return f"{either(self.exact)} made these bytes" + " (they agree on this tensor)" * (len(self.exact) > 1)
+            return _made(self.exact)
+        if self.before_fault:
+            return f"{self.fault}; before that, {_made(self.before_fault)}"
         if self.fault and self.matches:
-            return f"{self.fault}; nearest is {self.matches[0].recipe}"
+            return f"{self.fault}; nearest is {self._nearest}"
         if self.variations:
             return _variation_verdict(self.variations)
         if not self.matches:
             return "no recipe has this format"
         best = self.matches[0]
         share = min(100 * best.fraction, 99.99)
-        text = f"no recipe reproduces all bytes; nearest is {best.recipe} with {share:.2f}% of bytes"
-        return text + "; so few that x is probably not the source" * (best.fraction < 0.5)
+        text = f"no recipe reproduces all bytes; nearest is {self._nearest} with {share:.2f}% of bytes"
+        if best.fraction >= 0.5:
+            return text
+        if 0 in (differ := {m.scales_differ for m in self.matches}) and differ != {0}:
+            return text + "; all block scales are those of a recipe, but the codes are not"
+        return text + "; so few that x is probably not the source"
+
+    @property
+    def _nearest(self) -> str:
+        return _named([m.recipe for m in self.matches if astuple(m)[1:] == astuple(self.matches[0])[1:]])
 
     def __iter__(self) -> Iterator[Match]:
         return iter(self.matches)
@@ -315,6 +330,18 @@ def _plainest(names: Sequence[str]) -> str:
     return min(names, key=lambda name: name.count("-"))
 
 
+def _made(names: Sequence[str]) -> str:
+    """Return a clause that says that any of the recipes made the bytes."""
+    if len(names) > MOST_NAMED:
+        return f"{_named(names)} that agree on this tensor made these bytes"
+    return f"{either(names)} made these bytes" + " (they agree on this tensor)" * (len(names) > 1)
+
+
+def _named(names: Sequence[str]) -> str:
+    """Return up to three names joined by "or"; otherwise the plainest name and the number of the others."""
+    return either(names) if len(names) <= MOST_NAMED else f"{_plainest(names)} or {len(names) - 1} others"
+
+
 def either(names: Sequence[str]) -> str:
     """Return the names joined as "a, b or c"; a single name is returned unchanged. names: at least one."""
     return " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))
@@ -323,7 +350,7 @@ def either(names: Sequence[str]) -> str:
 def _variation_verdict(variations: Sequence[Variation]) -> str:
     """Return a sentence that says which recipes, with a Hadamard transform or stochastic rounding, made the codes."""
     _, hadamard, stochastic = variations[0]
-    names = either([v.recipe for v in variations if v[1:] == (hadamard, stochastic)])
+    names = _named([v.recipe for v in variations if v[1:] == (hadamard, stochastic)])
     option = f" with hadamard={hadamard!r}" if hadamard else ""
     if not stochastic:
         return f"Hadamard-transformed: {names}{option} reproduces all bytes"
@@ -331,7 +358,6 @@ def _variation_verdict(variations: Sequence[Variation]) -> str:
     return f"{start}: scales equal, and codes are each one of the two neighbors that {names}{option} may choose"
 
 
-@ieee("identify")
 def identify(q: Quantized, x: Any) -> Identification:
     """Find out which recipe made q from x: rank the recipes by how many bytes of q they reproduce.
 
@@ -340,12 +366,14 @@ def identify(q: Quantized, x: Any) -> Identification:
     dataclasses.replace), two kinds of candidates are added: q's recipe itself, and copies of table recipes that are
     given q's block shape. For a hierarchical recipe, the candidates have q's levels of scales.
 
-    If no candidate reproduces all bytes, those with q's kind of tensor scale (none, per tensor, row or block) are tried
-    in variations: with hadamard=True and "no_signs", with stochastic rounding, and with both. Variations that cannot
-    fit are left out, such as a Hadamard transform of an axis whose length is not a multiple of 16, and all variations
-    of hierarchical recipes. A variation without
-    stochastic rounding is accepted if it reproduces all bytes. The random bytes of stochastic rounding cannot be known,
-    so a stochastic variation is accepted under three conditions:
+    If no candidate reproduces all bytes, variations are tried, and then the faults that `fp4kit identify` knows, such
+    as swapped nibbles, swizzled block scales, rows in another order and inverted tensor scales.
+
+    Variations are candidates with q's kind of tensor scale (none, per tensor, row or block) and options: with
+    hadamard=True and "no_signs", with stochastic rounding, and with both. Variations that cannot fit are left out, such
+    as a Hadamard transform of an axis whose length is not a multiple of 16, and all variations of hierarchical recipes.
+    A variation without stochastic rounding is accepted if it reproduces all bytes. The random bytes of stochastic
+    rounding cannot be known, so a stochastic variation is accepted under three conditions:
 
     - The recipe makes all bytes of q's scales.
     - Each code is one of the two between which random bytes can choose.
@@ -387,6 +415,17 @@ def identify(q: Quantized, x: Any) -> Identification:
         >>> fp4kit.identify(fp4kit.quantize(x, "mxfp4-triton-kernels-down"), x).verdict
         'mxfp4-triton-kernels-down made these bytes'
     """
+    found = ranked(q, x)
+    if found.exact or found.fault or found.variations or not found.matches:
+        return found
+    # A string, because fp4kit.checkpoint imports this module. Only wrong bytes need it.
+    undone = import_module("fp4kit.checkpoint.identify.diagnose").undone
+    return replace(found, **undone(on_host("identify: q", q), on_host("identify: x", x)))
+
+
+@ieee("identify")
+def ranked(q: Quantized, x: Any) -> Identification:
+    """Return what identify returns, without a search for faults other than zeros."""
     q, (x,) = check_quantized("identify", q), imports.import_arrays("identify", x=x)
     if x.shape != q.shape:
         raise ValueError(f"identify: x has shape {x.shape} and q {q.shape}; needs the array that q was made from")

@@ -214,7 +214,7 @@ MISMATCHES = {
         BASE,
         served(LATE),
         "tensor scale",
-        r"nearest is \S+ with .*; every quantized layer differs, so the recipe or the weights are others",
+        r"nearest is \S+ or \d+ others with .*; every quantized layer differs, so the recipe or the weights are others",
         EXPERTS,
     ),
     "experts in another order": Mismatch(

@@ -14,8 +14,9 @@ from exhaustive import by_default, exhaustive
 from inputs import NAMES, STOCHASTIC, ordinary
 
 import fp4kit
+from fp4kit.checkpoint.identify.corruptions import code_orders
 from fp4kit.formats import E8M0, MX4, NF4
-from fp4kit.layouts import packed, unpacked
+from fp4kit.layouts import packed, swizzle_scales, unpacked
 from fp4kit.ops.identify import Match, Variation, either
 from fp4kit.recipes import RECIPES
 
@@ -227,7 +228,7 @@ def test_a_sample_alone_proves_nothing(axis, monkeypatch):
     bytes_[-1, -1] ^= 1
     found = fp4kit.identify(replace(q, packed=bytes_), x)
     assert not found.exact and found.verdict.startswith(
-        "no recipe reproduces all bytes; nearest is mxfp4-ocp with 99.99%"
+        "no recipe reproduces all bytes; nearest is mxfp4-ocp or mxfp4-torchao-floor-018 with 99.99%"
     )
     assert "of 8,704 bytes" not in str(found).splitlines()[2] and "of 4,352 bytes" in str(found)
 
@@ -272,3 +273,49 @@ def test_an_unrelated_array_is_probably_not_the_source() -> None:
     found = fp4kit.identify(q, ordinary(77, X.shape).astype(X.dtype) * 3)
     assert 0 < found.matches[0].fraction < 0.5
     assert found.verdict.endswith("% of bytes; so few that x is probably not the source")
+
+
+def faulty(q: fp4kit.Quantized) -> dict[str, fp4kit.Quantized]:
+    """Return {fault, as `fp4kit identify` names it: q with this fault}."""
+    codes, found = unpacked(q.packed, q.recipe.element.packing), {}
+    for order in code_orders(q.recipe, codes.shape[-1])[1:]:
+        stored = np.empty_like(codes)
+        stored[:, order.undo(np.arange(codes.shape[-1])[None])[0]] = codes
+        found[str(order.mishap)] = replace(q, packed=packed(stored, q.recipe.element.packing))
+    swizzled = swizzle_scales(q.block_scale.view(np.uint8), "swizzled_128x4").reshape(q.block_scale.shape)
+    found["block scales are swizzled_128x4, declared linear"] = replace(
+        q, block_scale=swizzled.view(q.block_scale.dtype)
+    )
+    if q.tensor_scale is not None:
+        inverse = replace(q, tensor_scale=1 / q.tensor_scale, tensor_amax=None)
+        found["tensor scale is inverted: its reciprocal is stored"] = inverse
+    return found
+
+
+@pytest.mark.parametrize("name", ["nvfp4-te", "mxfp4-flashinfer"])
+def test_faults_have_the_names_that_the_command_line_gives_them(name) -> None:
+    x = ordinary(5, (128, 256))
+    for fault, q in faulty(fp4kit.quantize(x, name)).items():
+        found = fp4kit.identify(q, x)
+        assert found.fault == fault and name in found.before_fault and not found.exact
+        assert repr(found).startswith(f"Identification({fault}; before that, {name} or "), fault
+    stack = x.reshape(2, 64, 256)
+    q = fp4kit.quantize(stack, name, axis=1)
+    assert fp4kit.identify(replace(q, packed=q.packed << 4 | q.packed >> 4), stack).fault == "nibbles are swapped"
+
+
+def test_codes_that_others_made_under_the_scales_of_a_recipe() -> None:
+    q = fp4kit.quantize(X, "nvfp4-te")
+    verdict = fp4kit.identify(replace(q, packed=q.packed ^ np.uint8(0x11)), X).verdict
+    assert "all block scales are those of a recipe" in verdict and "probably not" not in verdict
+
+
+def test_a_verdict_names_few_recipes() -> None:
+    """Of more than three recipes, each kind of verdict names one and counts the others, as the table does."""
+    matches = tuple(Match(name, 9, 10, 1, 0) for name in NAMES)
+    exact = tuple(replace(match, equal=10) for match in matches)
+    options = [{"variations": tuple(Variation(name, True, s) for name in NAMES)} for s in (False, True)]
+    options += [{"fault": "zeros"}, {"fault": "swapped", "before_fault": tuple(NAMES)}, {}]
+    for found in [fp4kit.Identification(exact), *(fp4kit.Identification(matches, **one) for one in options)]:
+        plainest = str(found).splitlines()[-1].split(" and ")[0]
+        assert found.verdict.count(f"{plainest} or {len(NAMES) - 1} others") == 1 and len(found.verdict) < 200

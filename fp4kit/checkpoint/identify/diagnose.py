@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from math import prod
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -22,10 +23,11 @@ from fp4kit.checkpoint.identify.hypotheses import Hypothesis, LayerEvidence, Lay
 from fp4kit.checkpoint.model.statistics import amax_and_nonfinite, sqnr_db
 from fp4kit.formats import E4M3, FLOATS, ElementFormat
 from fp4kit.layouts import packed, unpacked
-from fp4kit.ops.identify import candidates_of, either, identify, name_of
+from fp4kit.ops.identify import candidates_of, either, name_of, ranked
 from fp4kit.ops.quantize import quantize
+from fp4kit.ops.transforms import unswizzle
 from fp4kit.quantized.container import Quantized
-from fp4kit.recipes import RECIPES, Recipe
+from fp4kit.recipes import RECIPES, Recipe, is_simple
 from fp4kit.reference.codec import encode
 from fp4kit.reference.tensor_rules import tensor_scale
 
@@ -566,7 +568,7 @@ def _variation(plain: Layout) -> str | None:
     x = np.ascontiguousarray(plain.evidence.x[rows, columns])
     scales = np.ascontiguousarray(layer.block_scale.reshape(plain.shape[0], -1)[rows, : columns.stop // r.block_size])
     codes = packed(plain.read(rows, columns), r.element.packing)
-    found = identify(Quantized(codes, scales, scale, None, x.shape, x.dtype, 1, r), x)
+    found = ranked(Quantized(codes, scales, scale, None, x.shape, x.dtype, 1, r), x)
     return f"on a sample, {found.verdict}" if found.variations else None
 
 
@@ -743,3 +745,16 @@ def _quotients(layer: Fp8Layer, x: np.ndarray) -> dict[str, int]:
                 codes = encode(quotient.astype(kind).astype(np.float32), layer.element)
                 found[dtype] += int(np.count_nonzero(codes == part.codes))
     return found
+
+
+def undone(q: Quantized, x: np.ndarray) -> dict[str, Any]:
+    """Return the fields of Identification for the fault that explains the bytes of q, both in host memory; or {}."""
+    r, tensor, rows = q.recipe, q.tensor_scale, prod(q.packed.shape[:-1])
+    is_layer = is_simple(r) and (r.block_rows == 1 or x.ndim == 2) and (tensor is None or tensor.size in (1, rows))
+    if not is_layer or q.block_scale is None or q.block_scale.dtype.itemsize > 1:
+        return {}
+    codes, scales = q.packed.reshape(rows, -1).view(np.uint8), unswizzle(q).block_scale.view(np.uint8)
+    layer = StoredLayer(codes, scales, tensor, r)
+    source = np.ascontiguousarray(np.moveaxis(x, q.axis, -1)).reshape(rows, -1)
+    found = explain(layer, source, unnamed=False)
+    return {"fault": found.mishap, "before_fault": found.recipes} if found.mishap and found.recipes else {}
