@@ -164,17 +164,28 @@ def fma(a: Array, b: Array, c: Array) -> Array:
     """Return a * b + c for float32 a, b and c, rounded once to float32 (nearest even), as a fused multiply-add does.
 
     Overflow gives infinity, and infinity and NaN follow IEEE arithmetic. The product is exact in float64. The sum is
-    rounded to odd in float64: its last bit is set if anything was cut off. Then only the second rounding, to float32,
-    counts.
+    rounded to float64 and then to float32. Only if the first result may be halfway between two float32 numbers, it is
+    rounded to odd instead: its last bit is set if anything was cut off.
     """
     product = np.asarray(a, np.float64) * b
+    total = np.asarray(product + c)
+    # The 29 bits that float32 lacks are 1 and then zeros. In subnormal numbers, they are at other places.
+    doubtful = (total.view(np.int64) & 0x1FFFFFFF == 0x10000000) | (np.abs(total) < FLT_MIN)
+    if doubtful.any():
+        total[doubtful] = _to_odd(
+            np.broadcast_to(product, total.shape)[doubtful], np.broadcast_to(c, total.shape)[doubtful]
+        )
+    return total.astype(np.float32)[()]
+
+
+def _to_odd(product: Array, c: Array) -> Array:
+    """Return the float64 sums of float64 `product` and float32 c, rounded to odd."""
     total = product + c
     back = total - product
     cut = (product - (total - back)) + (c - back)
-    bits = np.atleast_1d(total).view(np.int64)
-    inexact = np.isfinite(total) & (cut != 0) & ((bits & 1).reshape(total.shape) == 0)
-    step = np.where((cut > 0) == (total > 0), 1, -1)
-    return (bits.reshape(total.shape) + np.where(inexact, step, 0)).view(np.float64).astype(np.float32)
+    bits = total.view(np.int64)
+    inexact = np.isfinite(total) & (cut != 0) & (bits & 1 == 0)
+    return (bits + np.where(inexact, np.where((cut > 0) == (total > 0), 1, -1), 0)).view(np.float64)
 
 
 def sum_lanes(terms: Array) -> Array:

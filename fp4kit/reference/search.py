@@ -95,8 +95,8 @@ def best_amaxes(x: Array, amax: np.float32, r: Recipe, terms: SearchTerms = DEFA
     """
     candidates = candidate_amaxes(amax, r)
     low, high = _code_range(block_amax(x, r), amax, r, terms)
-    best, code = np.full(low.shape, np.inf, np.float32), low
-    for i, scale in zip(CODES, scales_of(candidates, amax, r, terms), strict=True):
+    best, code, first, last = np.full(low.shape, np.inf, np.float32), low, low.min(), high.max()
+    for i, scale in zip(CODES[first - 1 : last], scales_of(candidates, amax, r, terms)[first - 1 : last], strict=True):
         loss = losses(x, scale, r, terms)
         better = (loss < best) & (low <= i) & (i <= high)
         best, code = np.where(better, loss, best), np.where(better, i, code)

@@ -23,6 +23,7 @@ from fp4kit.reference.arith import (
     PART,
     divide_ftz,
     flush,
+    fma,
     multiply_ftz,
     narrow_float64,
     power,
@@ -382,6 +383,19 @@ def assert_nearest(d: np.float32, exact: Fraction) -> None:
         if np.isfinite(neighbour):
             other = abs(Fraction(float(neighbour)) - exact)
             assert error < other or (error == other and d.view(np.uint32) % 2 == 0)
+
+
+@pytest.mark.parametrize("power", [-75, -60, 0, 40])
+def test_fma_is_rounded_once(power) -> None:
+    """a * b is half the distance of two float32 numbers around c, or less by 2^-46 of it, which float64 cuts off."""
+    integers = np.random.default_rng(0).integers(1 << 23, 1 << 24, 100) >> (power == -75)
+    c, half = np.ldexp(np.float32(integers), 2 * power + 1), np.ldexp(np.float32(1), power)
+    for a, b in ((half, half), (-half, half), *((half * s, half * t) for s, t in ((BELOW, ABOVE), (-BELOW, ABOVE)))):
+        for total, term in zip(fma(a, b, c), c, strict=True):
+            assert_nearest(total, Fraction(float(a)) * Fraction(float(b)) + Fraction(float(term)))
+
+
+BELOW, ABOVE = np.float32([1 - 2.0**-23, 1 + 2.0**-23])
 
 
 def test_float32_blocks_are_the_sums_of_a_loop() -> None:
