@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterable
-from functools import cache
+from functools import cache, lru_cache
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -72,6 +72,7 @@ def disassembler() -> str:
     return shutil.which("nvdisasm") or next(filter(None, (shutil.which("nvdisasm", path=f) for f in folders)), "")
 
 
+@lru_cache(4)  # nvdisasm takes 0.3 s
 def disassembled(cubin: bytes) -> str:
     """Return the SASS of all functions of a cubin, with the source lines of every instruction."""
     with tempfile.TemporaryDirectory() as folder:
