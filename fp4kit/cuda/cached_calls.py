@@ -21,7 +21,7 @@ from fp4kit.arrays import imports, returns
 from fp4kit.call.parse import Call
 from fp4kit.cuda import matrix
 from fp4kit.cuda.amax import tensor_amax_operands
-from fp4kit.cuda.dispatch import LaunchRequest, check_formats, find_kernel
+from fp4kit.cuda.dispatch import LaunchRequest, check_formats, find_kernel, finds_outer_amaxes
 from fp4kit.cuda.launch import Launch, aligned
 from fp4kit.cuda.transforms import SQUARE_BLOCKS, swizzle_launch, transpose_launch
 from fp4kit.layouts import padded_shape
@@ -121,9 +121,10 @@ def _computes_amax(call: Call) -> bool:
 def _repeated(call: Call, x: Any, given: Any, request: LaunchRequest, outputs: _Outputs) -> PreparedCall | None:
     """Return the call that quantizes or fake-quantizes one matrix. It takes (x, tensor_amax, out or None)."""
     choice, library, amax = find_kernel(request), library_of(x), call.tensor_amax
+    finds_block_amaxes = amax is None and finds_outer_amaxes(request)
     if (
         choice is None
-        or not _is_one_matrix(call.x, call.recipe, request.shape[0], amax)
+        or not _is_one_matrix(call.x, call.recipe, request.shape[0], amax, finds_block_amaxes)
         or (amax is not None and library.address(given) != amax.data.ptr)  # the parsed call holds a contiguous copy
         or matrix.matrix_count(call, request, amax) != 1
     ):
@@ -203,9 +204,9 @@ def _cells(device: int, stream: int, thread: int) -> _Cells:
     return _Cells(stream)
 
 
-def _is_one_matrix(x: Any, r: Recipe, rows: int, amax: Any) -> bool:
+def _is_one_matrix(x: Any, r: Recipe, rows: int, amax: Any, finds_block_amaxes: bool = False) -> bool:
     """Return True if one launch on the current device can read x in place, as one matrix."""
-    if r.tensor_scaling == "block" or not _are_contiguous_here(x):
+    if (r.tensor_scaling == "block" and not finds_block_amaxes) or not _are_contiguous_here(x):
         return False
     return amax is None or (amax.flags.c_contiguous and amax.size == (rows if r.tensor_scaling == "row" else 1))
 

@@ -113,6 +113,15 @@ def test_every_quotient_of_16_bit_elements(dtype):
     agree(fp4kit.quantize, x, "mxfp4-msmodelslim-dual")
 
 
+def test_repeated_calls():
+    r = "mxfp4-msmodelslim-dual"
+    for seed in range(3):  # the second call is the first one that is prepared
+        x = drawn(seed, (5, 1216), FLOATS[2])
+        agree(fp4kit.quantize, x, r)
+        agree(fp4kit.fake_quantize, x, r)
+        agree(fp4kit.quantize, x, r, tensor_amax=np.full((5, 3), seed + 1, np.float32))
+
+
 @pytest.mark.parametrize("r", OTHER_LEVELS, ids=lambda r: r.id)
 def test_other_levels_are_refused(r):
     with pytest.raises(NotImplementedError, match=f"{r.id} has rules of the specification alone"):

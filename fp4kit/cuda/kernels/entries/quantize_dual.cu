@@ -56,16 +56,20 @@ FP4KIT_DEVICE bool encode_quotients(const Run<In, kRun>& x, u32 largest, TensorS
 // for all elements. All threads of the warp must call this function.
 template <class R, class In, int kRun>
 FP4KIT_DEVICE u32 encode_quotients_exactly(const Run<In, kRun>& x, TensorScale t, u32 (&words)[kRun / 8]) {
-  float quotients[kRun];
-  u32 amax = 0u, bytes[kRun] = {};
+  u32 amax = 0u, bytes[8] = {};
 #pragma unroll
-  for (int i = 0; i < kRun; ++i) {
-    quotients[i] = element(x, i) / t.decode;
-    amax = maximum(amax, bits_of(magnitude_of(quotients[i])));
-  }
+  for (int i = 0; i < kRun; ++i) amax = maximum(amax, bits_of(magnitude_of(element(x, i) / t.decode)));
   Factor f;
   const u32 code = scale_block<R, Float32>(float_of(largest_of_lanes<R::kBlock / kRun>(amax)), t, nullptr, f);
-  exact_codes<R, Float32>(quotients, bytes, f, words);
+#pragma unroll
+  for (int w = 0; w < kRun / 8; ++w) {  // divide again, so that no registers hold the quotients
+    float quotients[8];
+    u32 word[1];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) quotients[i] = element(x, 8 * w + i) / t.decode;
+    exact_codes<R, Float32>(quotients, bytes, f, word);
+    words[w] = word[0];
+  }
   return code;
 }
 
@@ -114,8 +118,12 @@ FP4KIT_DEVICE void quantize_dual(const QuantizeArguments& a, Grid grid) {
   }
 }
 
+// More thread blocks per multiprocessor hide the time until elements are loaded. A few registers are then spilled,
+// mostly where quotients are computed exactly.
+constexpr int kDualBlocks = sizeof(Input::Bits) == 2 ? 5 : 2;
+
 // Quantize a.x, and store its codes in a.packed and its scales in a.scales and a.tensor_scale, or only its values in
 // a.values if R::kFake. Launch with any number of thread blocks.
-extern "C" __global__ void __launch_bounds__(kThreads) quantize_dual_kernel(QuantizeArguments a) {
+extern "C" __global__ void __launch_bounds__(kThreads, kDualBlocks) quantize_dual_kernel(QuantizeArguments a) {
   quantize_dual<R, Input, kAligned>(a, whole_grid());
 }

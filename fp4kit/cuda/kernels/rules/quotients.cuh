@@ -42,33 +42,39 @@ FP4KIT_DEVICE bool is_near_midpoint(float x, float d, u32 odd) {
 }
 
 // Return true if x * multiplier, rounded with ties to even, has the same E2M1 code as x / d for every x whose
-// unused_bits are 0. x / d is rounded with kBySum as given. `multiplier` must be within 1.5 ulp of 1 / d.
+// unused_bits are 0. `multiplier` must be within 1.5 ulp of 1 / d.
 //
 // Midpoints of E2M1 are 1, 3, 5 and 7 times powers of two. For each of these four numbers, only one x is tried: the x
 // nearest to that multiple of d, if it is within 8 ulp of the multiple. No other x can fail, because its quotient
 // differs from the midpoint by more than a relative 7 * 2^-24. Rounding changes the quotient by at most a relative
 // 2^-24. The product differs from the quotient by at most a relative 4 * 2^-24.
-template <bool kBySum = false>
 FP4KIT_DEVICE bool is_exact_multiplier(float multiplier, float d, u32 unused_bits) {
   bool is_exact = true;
   FP4KIT_UNROLL
   for (u32 odd = 1; odd < 8; odd += 2) {
     const float x = nearest_element(d, odd, unused_bits);
-    is_exact &= !is_near_midpoint(x, d, odd) | (rounds_up<kBySum>(x / d, odd) == rounds_up(x * multiplier, odd));
+    is_exact &= !is_near_midpoint(x, d, odd) | (rounds_up(x / d, odd) == rounds_up(x * multiplier, odd));
   }
   return is_exact;
 }
 
-// Return a number m for which is_exact_multiplier is true. `nearest` must be the rounded 1 / d. Return NaN if neither
-// `nearest` nor one of its neighbors is such a number, or if quotients by d may leave the range of normal numbers.
+// Return a number m for which is_exact_multiplier is true, where x / d is rounded with kBySum as given. `nearest` must
+// be the rounded 1 / d. Return NaN if neither `nearest` nor one of its neighbors is such a number, or if quotients by d
+// may leave the range of normal numbers.
+//
+// Usually at most one midpoint has an element next to it. A branch then skips the others.
 template <bool kBySum = false>
 FP4KIT_DEVICE float exact_multiplier(float d, float nearest, u32 unused_bits) {
-  bool has_midpoints = false;
-  FP4KIT_UNROLL
-  for (u32 odd = 1; odd < 8; odd += 2) has_midpoints |= is_near_midpoint(nearest_element(d, odd, unused_bits), d, odd);
   if (!(d > 0x1p-90f && d < 0x1p90f)) return nan_value();
-  if (!has_midpoints || is_exact_multiplier<kBySum>(nearest, d, unused_bits)) return nearest;
-  const float below = float_of(bits_of(nearest) - 1u), above = float_of(bits_of(nearest) + 1u);
-  if (is_exact_multiplier<kBySum>(below, d, unused_bits)) return below;
-  return is_exact_multiplier<kBySum>(above, d, unused_bits) ? above : nan_value();
+  const float candidates[3] = {nearest, float_of(bits_of(nearest) - 1u), float_of(bits_of(nearest) + 1u)};
+  bool is_exact[3] = {true, true, true};
+  FP4KIT_UNROLL
+  for (u32 odd = 1; odd < 8; odd += 2) {
+    const float x = nearest_element(d, odd, unused_bits);
+    if (!is_near_midpoint(x, d, odd)) continue;
+    const bool wanted = rounds_up<kBySum>(x / d, odd);
+    FP4KIT_UNROLL
+    for (int i = 0; i < 3; ++i) is_exact[i] &= rounds_up(x * candidates[i], odd) == wanted;
+  }
+  return is_exact[0] ? candidates[0] : is_exact[1] ? candidates[1] : is_exact[2] ? candidates[2] : nan_value();
 }
