@@ -476,7 +476,7 @@ def candidates_of(own: Recipe) -> Iterator[Recipe]:
     """Yield the recipes that identify tries for a Quantized whose recipe is `own`."""
     table = (RECIPES if is_simple(own) else ALL_RECIPES).values()
     yield from (r for r in table if _comparable(own, r))
-    if own in table or own.fake_only:
+    if own in table or own.fake_only or own.stochastic in NOISE_STOCHASTICS:
         return
     yield own
     for r in table:
@@ -492,7 +492,8 @@ def candidates_of(own: Recipe) -> Iterator[Recipe]:
 def _comparable(a: Recipe, b: Recipe) -> bool:
     """Return whether the codes and scales of recipe b can be compared byte by byte with those of recipe a."""
     same = a.element == b.element and a.scale == b.scale and a.block_size == b.block_size and a.levels == b.levels
-    return same and not b.fake_only and (a.block is None or (b.block or (1, 1))[1] == a.block_size)
+    makes_codes = not b.fake_only and b.stochastic not in NOISE_STOCHASTICS  # whose producers never round to nearest
+    return same and makes_codes and (a.block is None or (b.block or (1, 1))[1] == a.block_size)
 
 
 def _matches_by_sample(q: Quantized, x: Any, host: CandidateAmaxes, candidates: Sequence[Recipe]) -> list[Match]:
@@ -533,12 +534,7 @@ def _variations(whole: CandidateAmaxes, candidates: Sequence[Recipe]) -> Iterato
         for r in candidates
         if r.tensor_scaling == q.recipe.tensor_scaling and is_simple(r) and not (is_nan and r.tensor_rule in NEVER_NAN)
     ]
-    rounded = [
-        r
-        for r in fitting
-        if not (r.element.is_integer or isinstance(r.element, Codebook) or r.four_over_six)
-        and r.stochastic not in NOISE_STOCHASTICS
-    ]
+    rounded = [r for r in fitting if not (r.element.is_integer or isinstance(r.element, Codebook) or r.four_over_six)]
     transforms = [hadamard for hadamard in transforms if _has_signs_of(probe, part, hadamard)]
     for stochastic, recipes in ((False, fitting), (True, rounded)):
         for hadamard in transforms if stochastic else [hadamard for hadamard in transforms if hadamard]:
