@@ -492,7 +492,7 @@ def _percent(fraction: float) -> str:
 
 @ieee(OP)
 def compare_recipes(
-    x: Array, recipes: Sequence[RecipeId | Recipe] = (), *, axis: int = -1, tensor_amax: Any = None
+    x: Array, recipes: Sequence[RecipeId | Recipe], *, axis: int = -1, tensor_amax: Any = None
 ) -> RecipeComparison:
     """Quantize x by several recipes, and report how close each is to x, and what differs between every pair.
 
