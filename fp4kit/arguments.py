@@ -123,9 +123,15 @@ def check_call(function: Callable[..., Any], args: Sequence[Any], names: Collect
         if name not in parameters:
             parameter, way_out = _OTHER_NAMES.get(name, ("", ""))
             if parameter not in parameters:
-                similar = get_close_matches(name, parameters, n=1)
-                way_out = f"did you mean {similar[0]}?" if similar else f"the arguments are {', '.join(parameters)}"
+                raise no_argument(function.__name__, name, parameters)
             raise TypeError(f"{function.__name__}: there is no argument {name}; {way_out}")
+
+
+def no_argument(op: str, name: str, known: Collection[str]) -> TypeError:
+    """Return the error for a keyword that a function does not have. known: the keywords that it has."""
+    similar = get_close_matches(name, known, n=1)
+    way_out = f"did you mean {similar[0]}?" if similar else f"the arguments are {', '.join(known)}"
+    return TypeError(f"{op}: there is no argument {name}; {way_out}")
 
 
 def is_one_of(value: Any, names: Collection[str]) -> bool:

@@ -14,12 +14,13 @@ Examples:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
+from fp4kit.arguments import as_index, as_mapping, written
 from fp4kit.arrays.imports import import_to_host
 from fp4kit.formats import IF4_INTEGER_BIT, ElementFormat, IntegerOrFloat
 from fp4kit.layouts import unpacked, unswizzle_scales
@@ -124,7 +125,7 @@ def layers(ratios: Mapping[str, float] | Mapping[str, Mapping[str, float]], *, a
     Raises:
         ValueError: there are no layers, a ratio is NaN, or two recipes have different layers.
     """
-    if not ratios:
+    if not as_mapping("plot.layers", "ratios", ratios):
         raise ValueError("plot.layers: ratios is empty; needs at least one layer")
     per_recipe = {id: ratio for id, ratio in ratios.items() if isinstance(ratio, Mapping)}
     series: dict[str, Mapping[str, float]] = per_recipe or {"": ratios}  # type: ignore[dict-item]
@@ -175,7 +176,7 @@ def dots(values: Mapping[str, float], *, reference: Mapping[str, float] | None =
     Raises:
         ValueError: values is empty.
     """
-    if not values:
+    if not as_mapping("plot.dots", "values", values):
         raise ValueError("plot.dots: values is empty; needs at least one number")
     ax = axes(ax, 8, 1 + 0.24 * len(values))
     ax.plot(list(values.values()), range(len(values)), "o", color=BLUE, zorder=3)
@@ -203,17 +204,30 @@ def elements(x: Any, result: Any = None, *, ax: Any = None) -> Any:
     Raises:
         ValueError: result has another size than x.
     """
-    numbers = np.asarray(x, np.float64).reshape(-1)
+    numbers = _numbers("plot.elements", "x", x).reshape(-1)
+    rounded = None if result is None else _numbers("plot.elements", "result", result).reshape(-1)
     ax = axes(ax, 6, 2.5)
     ax.bar(range(len(numbers)), numbers, color=GREY if result is None else BLUE)
     ax.axhline(0, color="black", linewidth=0.8)
-    if result is not None:
-        rounded = np.asarray(result, np.float64).reshape(-1)
+    if rounded is not None:
         if len(rounded) != len(numbers):
             raise ValueError(f"plot.elements: result has {len(rounded)} numbers; needs {len(numbers)}, as x has")
         ax.plot(range(len(rounded)), rounded, "D", color=ORANGE, markeredgecolor="black", markersize=5)
     without_frame(ax)
     return ax
+
+
+def _numbers(op: str, name: str, value: Any) -> np.ndarray:
+    try:
+        return np.asarray(value, np.float64)
+    except (TypeError, ValueError):
+        text = f"{op}: {name} is {written(value)}; needs numbers, such as the result of fp4kit.fake_quantize"
+        raise TypeError(text) from None
+
+
+def _recipes(op: str, given: Any) -> list[Recipe]:
+    is_one = isinstance(given, (str, Recipe)) or not isinstance(given, Iterable)
+    return [recipe_of(op, one) for one in ([given] if is_one else given)]
 
 
 _SHADES = ("#ffffff", "#bcd9ee", "#e9b44c", "#c9e8d9")  # neighbors differ in gray too
@@ -249,9 +263,12 @@ def memory(
         ValueError: count is not from 1 to 256, or scales not from 0 to 255.
         ValueError: pack does not store every element in one nibble, and every scale in one byte.
     """
+    count, scales = as_index("plot.memory", "count", count), as_index("plot.memory", "scales", scales)
     if not 1 <= count <= 256 or not 0 <= scales <= 255:
         raise ValueError(f"plot.memory: count is {count}, scales is {scales}; needs 1 to 256, and 0 to 255")
     index, zeros, no_scales = np.arange(count), np.zeros(count, np.uint8), np.zeros(scales, np.uint8)
+    if not callable(pack):
+        raise TypeError(f"plot.memory: pack is {written(pack)}; needs a function such as fp4kit.pack")
     calls = ((index % 16, no_scales), (index // 16, no_scales), (zeros, np.arange(1, scales + 1)))
     low, high, stored = (
         np.asarray(pack(codes.astype(np.uint8), numbers.astype(np.uint8))).view(np.uint8).reshape(-1).astype(int)
@@ -344,7 +361,7 @@ def number_line(element: ElementFormat, x: Any = None, *, ax: Any = None) -> Any
     """
     if not isinstance(element, ElementFormat):
         raise TypeError(f"plot.number_line: element is {element!r:.80}; needs a format such as fp4kit.formats.E2M1")
-    if x is not None and not np.isfinite(np.asarray(x, np.float32)).all():
+    if x is not None and not np.isfinite(_numbers("plot.number_line", "x", x)).all():
         raise ValueError("plot.number_line: x holds a NaN or an infinity; needs finite numbers")
     ax = axes(ax, 9, 2.2)
     values = np.unique(element.values[np.isfinite(element.values)])
@@ -408,8 +425,7 @@ def error_against_scale(
         ['sampled scales', 'smallest error', 'my-nf4']
     """
     op = "plot.error_against_scale"
-    given = [recipes] if isinstance(recipes, (str, Recipe)) else list(recipes)
-    chosen = [recipe_of(op, r) for r in given]
+    chosen = _recipes(op, recipes)
     array = import_to_host(op, x=x)
     _check_one_block(op, chosen, array)
     formats = {(r.element, r.scale, r.block, r.levels): r for r in reversed(chosen)}  # format -> its first recipe
@@ -543,7 +559,7 @@ def block(
         ValueError: there is no recipe, or none of the recipes has blocks.
     """
     op = "plot.block"
-    recipes = [recipe_of(op, each) for each in ([recipe] if isinstance(recipe, (str, Recipe)) else recipe)]
+    recipes = _recipes(op, recipe)
     if not recipes:
         raise ValueError(f"{op}: recipe is empty; needs a recipe id, or several")
     sizes = [r.block_size for r in recipes if r.block]
@@ -663,7 +679,7 @@ def matrix(
     Raises:
         ValueError: values is not a matrix, or texts, rows or columns do not have its shape.
     """
-    numbers = np.asarray(values, np.float64)
+    numbers = _numbers("plot.matrix", "values", values)
     if numbers.ndim != 2:
         raise ValueError(f"plot.matrix: values has shape {numbers.shape}; needs a matrix")
     wanted = {"texts": numbers.shape, "rows": numbers.shape[:1], "columns": numbers.shape[1:]}

@@ -2,6 +2,7 @@
 
 import re
 import sys
+from inspect import Parameter, signature
 from itertools import pairwise
 
 import matplotlib
@@ -27,6 +28,17 @@ def closed_figures():
 @pytest.fixture
 def x():
     return np.random.default_rng(0).standard_normal((16, 64), dtype=np.float32)
+
+
+@together("name", [name for name in fp4kit.plot.__all__ if name != "use_style"])
+@pytest.mark.parametrize("wrong", ["dir", object()], ids=["str", "object"])
+def test_arguments_of_the_wrong_kind(name, wrong):
+    function = getattr(fp4kit.plot, name)
+    required = [one for one in signature(function).parameters.values() if one.default is Parameter.empty]
+    with pytest.raises((TypeError, ValueError), match=rf"^plot\.{name}: .*(needs|see fp4kit.recipes)"):
+        function(*[wrong for one in required if one.kind is one.POSITIONAL_OR_KEYWORD])
+    with pytest.raises(TypeError, match=r"^plot\.elements: result is .*; needs numbers"):
+        fp4kit.plot.elements([1.0], wrong)
 
 
 def test_number_line_has_every_value_and_rounds_as_encode_does():

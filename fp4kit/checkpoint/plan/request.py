@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from functools import wraps
 from inspect import Parameter, Signature, signature
 from pathlib import Path
 from typing import Any, TypedDict, TypeVar
 
-from fp4kit.arguments import Flag, flag
+from fp4kit.arguments import Flag, flag, no_argument
 from fp4kit.calibration import RULES, UNSEEN
 from fp4kit.call.parse import HADAMARD_SIZES
 from fp4kit.checkpoint.containers import table
@@ -417,9 +418,6 @@ class Request:
     @classmethod
     def of(cls, default: Recipe, options: RequestOptions) -> Request:
         """Return the request for the keyword arguments of make_plan, except ``codes``."""
-        unknown = next((name for name in options if name not in OPTIONS), None)
-        if unknown is not None:
-            raise TypeError(f"make_plan() got an unexpected keyword argument {unknown!r}")
         made = {name: OPTIONS[name]["made"](value) for name, value in options.items() if name != "codes"}
         return cls(default, **made)
 
@@ -652,11 +650,22 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def takes_options(function: F) -> F:
-    """Give a function that takes ``**options: Unpack[RequestOptions]`` the signature that names each option."""
+    """Give a function that takes ``**options: Unpack[RequestOptions]`` the signature that names each option, and an
+    error for any other name.
+    """
     own = [one for one in signature(function).parameters.values() if one.kind is not Parameter.VAR_KEYWORD]
     shared = [
         Parameter(name, Parameter.KEYWORD_ONLY, default=OPTIONS[name]["given"], annotation=type.__forward_arg__)
         for name, type in RequestOptions.__annotations__.items()
     ]
-    function.__signature__ = Signature(sorted([*own, *shared], key=lambda one: one.kind))  # type: ignore[attr-defined]
-    return function
+    known = Signature(sorted([*own, *shared], key=lambda one: one.kind))
+
+    @wraps(function)
+    def call(*args: Any, **options: Any) -> Any:
+        for name in options:
+            if name not in known.parameters:
+                raise no_argument(function.__name__, name, known.parameters)
+        return function(*args, **options)
+
+    call.__signature__ = known  # type: ignore[attr-defined]
+    return call  # type: ignore[return-value]

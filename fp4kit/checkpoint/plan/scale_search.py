@@ -6,6 +6,7 @@ smallest error. Column weights are factors, one per column of a layer, by which 
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -17,6 +18,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from fp4kit import calibration
+from fp4kit.arguments import written
 from fp4kit.call.search_scales import check_e4m3_search, power_of
 from fp4kit.checkpoint.containers.table import Container
 from fp4kit.checkpoint.convert.job import SEARCHED, ChannelWeights
@@ -64,15 +66,15 @@ class Activations:
     @classmethod
     def of(
         cls,
-        source: calibration.Collector | Iterable[str | Path],
+        source: calibration.Collector | str | Path | Iterable[str | Path],
         rule: calibration.AmaxRule | calibration.Headroom = "max",
         unseen: calibration.Unseen = "error",
     ) -> Activations:
         """Return the activations that a Collector measured, or the combined activations of saved files.
 
         Args:
-            source: a Collector; or the paths of files that Collector.save wrote, such as one per process of a
-                distributed run.
+            source: a Collector; or the path of a file that Collector.save wrote, or several paths, such as one per
+                process of a distributed run.
             rule: how the amax is computed from the inputs, as for Collector.amaxes: "max", "headroom" or a Headroom.
             unseen: what to do with an expert that saw no input other than zero: "error", "layer" or "none" (see
                 Activations).
@@ -83,6 +85,7 @@ class Activations:
         Raises:
             CheckpointError: if a file cannot be used, no layer was measured, ``rule`` or ``unseen`` is unknown, or the
                 rule needs histograms that were not collected.
+            TypeError: if ``source`` is something else.
 
         Examples:
             >>> import numpy as np
@@ -93,7 +96,12 @@ class Activations:
             >>> Activations.of(collector).of_layers({"mlp.gate_proj": 16})
             {'mlp.gate_proj': np.float32(3.0)}
         """
-        paths = [] if isinstance(source, calibration.Collector) else [Path(path) for path in source]
+        try:
+            given = [source] if isinstance(source, (str, os.PathLike)) else source
+            paths = [] if isinstance(given, calibration.Collector) else [Path(path) for path in given]
+        except TypeError:
+            needed = "needs a Collector, or the paths of files that Collector.save wrote"
+            raise TypeError(f"Activations.of: source is {written(source)}; {needed}") from None
         absent = next((path for path in paths if not path.is_file()), None)
         if absent is not None:
             raise CheckpointError(

@@ -310,6 +310,7 @@ def test_files(tmp_path: Path) -> None:
     ("source", "keywords", "text"),
     [
         (["none"], {}, "activations: none: is not a file; needs a file that fp4kit.calibration.Collector.save wrote"),
+        ("none", {}, "activations: none: is not a file"),
         ([], {}, "activations: load: got no path"),
         (Collector(), {}, "activations: no layer was measured; run the model in fp4kit.torch.collect"),
         (measured({"a": 1.0}), {"rule": "mean"}, "activations: amaxes: rule is 'mean'; needs 'max' or 'headroom'"),
@@ -319,6 +320,10 @@ def test_files(tmp_path: Path) -> None:
 def test_activations_that_cannot_be_used(source: Any, keywords: dict[str, Any], text: str) -> None:
     with refused(text):
         Activations.of(source, **keywords)
+    with pytest.raises(
+        TypeError, match=r"^Activations.of: source is \[?3\]?; needs a Collector, or the paths of files"
+    ):
+        Activations.of([3] if isinstance(source, list) else 3)  # type: ignore[arg-type]
 
 
 def test_other_activations_are_not_gone_on_with(tmp_path: Path) -> None:

@@ -320,9 +320,11 @@ def test_signatures_name_every_option(function: Any) -> None:
     assert found["hadamard"].annotation == "int | None"
 
 
-def test_an_unknown_option(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match="unexpected keyword argument 'hadamards'"):
-        make_plan(tmp_path, hadamards=16)  # type: ignore[call-arg]
+@pytest.mark.parametrize("function", [make_plan, convert])
+def test_an_unknown_option(function: Any, tmp_path: Path) -> None:
+    error = rf"^{function.__name__}: there is no argument hadamards; did you mean hadamard\?$"
+    with pytest.raises(TypeError, match=error):
+        function(tmp_path, tmp_path, hadamards=16)
 
 
 ALWAYS = ("recipe", "format", "wishes", "input_scale", "requantize", "nonfinite")
