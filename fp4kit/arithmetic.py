@@ -285,7 +285,7 @@ def as_float64(op: str, x: Any) -> np.ndarray:
         raise TypeError(f"{op}: x is {array.dtype}; needs numbers: floats of at most 64 bits, or integers")
     if array.dtype.kind in "iu" and array.size and max(int(array.max()), -int(array.min())) > 2**53:
         raise ValueError(
-            f"{op}: x holds integers beyond 2^53, not all of which are float64 values; pass x.astype(np.float64)"
+            f"{op}: x holds integers beyond 2^53, not all of which are float64 values; round them to float64 first"
         )
     return array.astype(np.float64)
 

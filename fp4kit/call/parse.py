@@ -33,8 +33,8 @@ def check_float(op: str, x: np.ndarray, name: str = "x") -> None:
     """Raise TypeError unless the dtype of x is float32, float16 or bfloat16. name: the name of x in the message."""
     if x.dtype not in FLOATS:
         raise TypeError(
-            f"{op}: {name} is {x.dtype}; needs float32, float16 or bfloat16; "
-            f"convert it first, e.g. {name}.astype(np.float32), so that you choose the rounding"
+            f"{op}: {name} is {x.dtype}; needs float32, float16 or bfloat16; convert it first, so that you choose the"
+            f" rounding, with {name}.astype(np.float32), or {name}.float() in PyTorch"
         )
 
 

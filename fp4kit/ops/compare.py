@@ -314,8 +314,7 @@ def _precision(name: str, a: Any) -> np.dtype:
     if a.dtype.newbyteorder("=") != np.float64:
         raise TypeError(
             f"compare: {name} is {a.dtype}; needs a Quantized, or float64, float32, float16, bfloat16 or a narrower"
-            " float; count codes and other integers that differ with np.count_nonzero(a != b), or convert it with"
-            f" {name}.astype"
+            " float; count codes and other integers that differ with (a != b).sum(), or convert both to float32"
         )
     return np.dtype(np.float64)
 

@@ -201,7 +201,7 @@ def _scales(op: str, scales: Any, ndim: int) -> Any:
     """Return an array of block scales, of any library, as a NumPy or CuPy array without a copy."""
     (array,) = import_arrays(op, scales=scales)
     if array.dtype != np.uint8:
-        raise TypeError(f"{op}: scales are {array.dtype}; needs uint8 bit patterns; use scales.view(np.uint8)")
+        raise TypeError(f"{op}: scales are {array.dtype}; needs uint8 bit patterns; view them as uint8")
     if array.ndim < ndim:
         raise ValueError(f"{op}: scales are {array.ndim}-d; needs (..., R, C)")
     return array

@@ -447,7 +447,8 @@ class Quantized:
             self._check_kind(name, array, host)
             if dtype == _FLOAT32 != array.dtype:
                 raise TypeError(
-                    f"Quantized: {name} is {array.dtype}; needs float32; convert it with .astype(np.float32)"
+                    f"Quantized: {name} is {array.dtype}; needs float32; convert it with .astype(np.float32), or with"
+                    " .float() in PyTorch"
                 )
             if array.dtype == dtype and array.shape in shapes:
                 if host and dtype == _FLOAT32:

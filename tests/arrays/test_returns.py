@@ -110,6 +110,15 @@ def test_gradients_are_not_lost_silently():
         fp4kit.fake_quantize_grouped([p, p], "mxfp4-ocp")
 
 
+@pytest.mark.parametrize("name", ["quantize", "fake_quantize", "amax", "identify", "compare", "hadamard"])
+def test_advice_on_dtypes_fits_tensors(name):
+    x, q = torch.ones(16, 32, dtype=torch.int32), quantized(torch.ones(16, 32))
+    arguments = {"identify": (q, x), "compare": (q, x), "hadamard": (x, 16)}.get(name, (x, "nvfp4-te-2d"))
+    with pytest.raises(TypeError, match=r"\b[xb] is int32") as error:
+        getattr(fp4kit, name)(*arguments)
+    assert "np." not in str(error.value) or ".float() in PyTorch" in str(error.value)
+
+
 def test_a_quantized_of_tensors():
     q = quantized(tensor(X[BF16]))
     expected = quantized(X[BF16])

@@ -453,7 +453,7 @@ ERRORS = [
     ({"recipe": "mxfp4", "hessian": EYES}, ValueError, "a hessian was given, but the search for mxfp4-ocp takes"),
     ({"recipe": "nvfp4-modelopt-static-fake"}, ValueError, "nvfp4-modelopt-static-fake is a fake quantizer and has"),
     ({"x": some(2, 24)}, ValueError, "axis 1 has length 24; nvfp4-modelopt-static needs a multiple of 16; pad with"),
-    ({"x": np.ones((2, 16))}, TypeError, "x is float64; needs float32, float16 or bfloat16; convert it first, e.g."),
+    ({"x": np.ones((2, 16))}, TypeError, "x is float64; needs float32, float16 or bfloat16; convert it first, so"),
     ({"tensor_amax": -1}, ValueError, "tensor_amax holds 1 negative value(s) of 1; needs amax >= 0"),
 ]
 
