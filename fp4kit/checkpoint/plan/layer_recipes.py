@@ -207,8 +207,10 @@ def kind_of(recipe: Recipe) -> str:
     form = next((candidate for candidate in WRITTEN if candidate.stores(recipe)), None)
     if form is None:
         usable = [id for id, r in RECIPES.items() if any(form.stores(r) for form in WRITTEN)]
-        why = "can be stored only in a GGUF file" if is_stored_in_gguf(recipe) else "cannot be stored in a checkpoint"
-        raise CheckpointError(f"recipe {recipe.id}: {why}; use one of {several(usable, recipe)}")
+        why = "cannot be stored in a checkpoint;"
+        if is_stored_in_gguf(recipe):
+            why = "is for GGUF files; end the name of DST in .gguf, which writes one, or"
+        raise CheckpointError(f"recipe {recipe.id}: {why} use one of {several(usable, recipe)}")
     return form.kind
 
 

@@ -167,7 +167,7 @@ REFUSED: list[tuple[str | None, dict[str, Any], str]] = [  # recipe, options, pa
         )
     ),
     *(
-        (recipe, {}, f"recipe {recipe}: can be stored only in a GGUF file; use one of nvfp4-te, ")
+        (recipe, {}, f"recipe {recipe}: is for GGUF files; end the name of DST in .gguf, which writes one, or use one")
         for recipe in ("nvfp4-gguf", "nvfp4-torchao-single")
     ),
     ("nvfp4-te", {"format": "mlx"}, "; use one of nvfp4-mlx-cpu, nvfp4-mlx-metal, "),
