@@ -30,6 +30,9 @@ FLAGS = (
     "-w",
 )
 FLAGS += ("-shared", "-fPIC", "-pthread", "-D_GLIBCXX_ASSERTIONS", "-fno-sanitize-recover=all")
+# The sanitizer of addresses also reports address 0, and the check of object sizes does nothing at -O0. Without these two
+# checks, the library compiles in 26 s of processor time instead of 30 s.
+FLAGS += ("-fno-sanitize=null,object-size",)
 KINDS = {"address": ("address,undefined", "libasan.so"), "thread": ("thread", "libtsan.so")}
 OPTIONS = {
     "ASAN_OPTIONS": "detect_leaks=0:abort_on_error=0",

@@ -270,15 +270,10 @@ class Container:
             return usual, (*lead, rows // 4, columns * 4)
         return (usual, (*lead, rows, 1, columns, 1)) if self.block[0] > 1 else (usual,)
 
-    def module_of(self, name: str) -> str | None:
-        """Return the name of the layer to which the tensor ``name`` belongs, if ``name`` is LAYER + ``key_suffix``."""
-        # The suffix is usually that of the scales, because unquantized layers have no scales.
-        suffix = self.key_suffix
-        return name[: -len(suffix)] if name.endswith(suffix) and len(name) > len(suffix) else None
-
     @property
     def key_suffix(self) -> str:
-        """The suffix of the tensor by which ``module_of`` finds a layer of this container."""
+        """The suffix of the tensor by which a layer of this container is found."""
+        # Usually that of the scales, because unquantized layers have no scales.
         part = next(part for part in (SCALES, TENSOR_SCALE, CODES) if part in self.suffixes)
         return self.suffixes[CODES if self.in_blocks else part]
 

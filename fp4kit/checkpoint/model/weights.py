@@ -287,8 +287,8 @@ def weights_of(tensors: Tensors, config: Config, damaged: bool = False) -> dict[
             if suffix not in named:
                 named[suffix] = [name for name in places if name.endswith(suffix)]
             for name in named[suffix]:
-                module = container.module_of(name)
-                if module is None or name in taken or (TAG in container.suffixes) != (module in tagged):
+                module = name[: -len(suffix)]
+                if not module or name in taken or (TAG in container.suffixes) != (module in tagged):
                     continue
                 weight = _stored(module, container, places, accept_damaged)
                 if weight is not None:

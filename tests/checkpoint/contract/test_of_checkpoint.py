@@ -273,7 +273,7 @@ def folder_of(tmp_path_factory):
     """Return the directory of an unquantized model whose layers have different amaxes, and one only zeros."""
     folder, rng = tmp_path_factory.mktemp("model") / "source", np.random.default_rng(0)
     tensors = {}
-    for i in range(3):
+    for i in range(2):
         for leaf, shape in SHAPES.items():
             x = rng.standard_normal(shape) * np.exp(rng.uniform(-3, 1))
             tensors[f"model.layers.{i}.{leaf}.weight"] = x.astype(synthetic.BF16)
@@ -302,7 +302,7 @@ def assert_equals_its_contract(folder_of, out, format, recipe):
     ],
 )
 def test_a_converted_model_equals_its_contract(folder_of, tmp_path, format, recipe):
-    assert assert_equals_its_contract(folder_of, tmp_path / "out", format, recipe) == 3 * len(SHAPES)
+    assert assert_equals_its_contract(folder_of, tmp_path / "out", format, recipe) == 2 * len(SHAPES)
 
 
 @pytest.mark.parametrize("format", exhaustive(FORMATS))
