@@ -724,6 +724,10 @@ def _interval(scale: Array, recipe: Recipe, dtype: Dtype, steps: int) -> tuple[A
         likely_amax = np.minimum(scale * covered_range(recipe), FLT_MAX)
         center = likely_amax.view(np.int32).astype(np.int64)
         low, high = np.maximum(center - steps, 1), np.minimum(center + steps, _LARGEST)
+        if steps <= NEAR and scale.size <= FEW:  # one call for all of them takes less time than a binary search
+            every = low + np.arange(2 * steps + 1).reshape(-1, *(1,) * low.ndim)
+            order = np.where(every <= high, _order(np.minimum(every, high), scale, recipe, dtype), 2)
+            return low + (order < 0).sum(0), low + (order < 1).sum(0) - 1
         first = _first_bits(low, high, 0, scale, recipe, dtype)
         return first, _first_bits(low, high, 1, scale, recipe, dtype) - 1
 
@@ -757,9 +761,9 @@ def implied_amax(scale: Array, recipe: Recipe, dtype: Dtype) -> Array:
     """
     scale = np.asarray(scale, np.float32)
     amax = np.full(scale.shape, UNKNOWN)
-    for special in (np.nan, np.inf, 0.0):
-        special_scale = tensor_scale(np.float32(special), recipe, dtype).decode
-        amax = np.where(same_scale(special_scale, scale), np.float32(special), amax)
+    specials = np.array([np.nan, np.inf, 0], np.float32)
+    for special, its_scale in zip(specials, tensor_scale(specials, recipe, dtype).decode, strict=True):
+        amax = np.where(same_scale(its_scale, scale), special, amax)
     usual = (scale > 0) & np.isfinite(scale)
     amax[usual] = _implied(scale[usual], amax[usual], recipe, dtype)
     return amax

@@ -107,6 +107,19 @@ def test_the_interval_holds_all_amaxes_of_a_scale(r, dtype):
         assert np.all((last < center + NEAR) & (first > center - NEAR) | (r.tensor_rule in FLOORED))
 
 
+@cases
+def test_few_scales_give_what_many_give(r, dtype):
+    """Up to FEW scales are searched in another way than more of them."""
+    scale = decode_scale(RANDOM[:300], r, dtype)
+    scale = np.concatenate([scale, np.nextafter(scale, np.float32(0)), np.float32([0, np.inf, np.nan])])
+    assert_same_bits(
+        np.concatenate([implied_amax(few, r, dtype) for few in np.split(scale, 9)]), implied_amax(scale, r, dtype)
+    )
+    usual = scale[(scale > 0) & np.isfinite(scale)]
+    few = (amax_interval(part, r, dtype, NEAR) for part in np.array_split(usual, 10))
+    assert np.array_equal(np.concatenate([*few], axis=1), amax_interval(usual, r, dtype, NEAR))
+
+
 @pytest.mark.parametrize("name", WITH_TENSOR)
 def test_bfloat16_amaxes_come_back(name):
     """A bfloat16 amax is implied by its own scale, because no other bfloat16 gives this scale."""
