@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 from exhaustive import exhaustive
 from hadamard_runs import F16, F32
-from inputs import BF16
-from on_gpu import ON_GPU, agree, assert_same, blocks, check, cupy, differing
+from inputs import BF16, ordinary
+from on_gpu import ON_GPU, agree, all_or_few, assert_same, blocks, check, cupy, differing
 from own_formats import UE5M3, drawn_array, drawn_recipe, pairs_at_bounds
 from together import together
 
 import fp4kit
-from fp4kit.cuda.dispatch import unsupported
+from fp4kit.cuda.dispatch import has_patch_kernel, unsupported
 from fp4kit.formats import E2M1, E4M3, E8M0, MX4, NF4, Codebook, ElementFormat
-from fp4kit.recipes import RECIPES, Recipe, rules
+from fp4kit.recipes import ALL_RECIPES, RECIPES, Recipe, rules
 from fp4kit.training.communicators import SingleProcess
 
 pytestmark = ON_GPU
@@ -79,6 +79,50 @@ def test_nan_is_the_largest_before_any_rounding(dtype, layout) -> None:
     for seed in (7, cupy.asarray(np.random.default_rng(2).integers(0, 256, x.shape, np.uint8))):
         check(x, "mxfp8-flashinfer", rounding="stochastic", seed=seed, scale_layout=layout)
     everything(x, RECIPES["mxfp8-flashinfer"], rounding="stochastic", seed=7, scale_layout=layout)
+
+
+IN_COLUMNS = [id for id, r in RECIPES.items() if has_patch_kernel(r) and not r.fake_only]
+
+
+@pytest.mark.parametrize("name", all_or_few(IN_COLUMNS, ("nvfp4-te", "nvfp4-modelopt", "mxfp4-ocp", "mxfp8-te")))
+@pytest.mark.parametrize("dtype", [DTYPES[2], *exhaustive(DTYPES[:2])], ids=str)
+def test_finite_columns_beside_others(name, dtype):
+    """The codes of two neighboring columns share words before they are separated."""
+    for column, special in ((0, np.nan), (1, np.inf), (2, -np.nan)):
+        x = ordinary(5, (128, 64), dtype)
+        x[7, column::3] = special
+        agree(fp4kit.quantize, x, name, axis=0)
+        agree(fp4kit.quantize_both, x, name)
+
+
+SIGNED = [r for r in ALL_RECIPES.values() if r.nan_sign]
+SIGNED += [
+    replace(fp4kit.recipe(id), id=f"{id}-signed", nan_sign=True)
+    for id in ("nvfp4-modelopt", "nvfp4-te-2d", "mxfp4-ocp", "mxfp8-te-2d", "mxfp4-msmodelslim-4over6")
+]
+
+
+@pytest.mark.parametrize("r", SIGNED, ids=lambda r: r.id)
+def test_signs_of_nan(r):
+    """On a GPU, a conversion from float16 drops the sign of a NaN."""
+    for dtype in map(np.dtype, DTYPES):
+        x = ordinary(3, (64, 96), dtype)
+        bits = x.view(f"u{dtype.itemsize}")
+        for i, special in enumerate((np.nan, -np.nan, np.inf, -np.inf)):
+            x[3 + i :: 16, 5 * i :: 21] = special
+        bits[40, 7], bits[41, 9] = ~bits[5, 9], bits[3, 0] + 1  # NaN with other bits
+        agree(fp4kit.fake_quantize, x, r)
+        agree(fp4kit.fake_quantize_grouped, [x, x[:, :32]], r)
+        if r.fake_only:
+            continue
+        agree(fp4kit.quantize, x, r)
+        agree(fp4kit.quantize_grouped, [x, x[:, :32]], r)
+        agree(fp4kit.quantize, x, r, axis=0)
+        if r.tensor_scaling in ("none", "tensor") and not r.search and r.four_over_six is None:
+            agree(fp4kit.quantize_both, x, r)
+        q = fp4kit.quantize(x, r)
+        scales = {"block_scale": q.block_scale, "tensor_scale": q.tensor_scale}
+        agree(fp4kit.quantize, x, r, **{name: scale for name, scale in scales.items() if scale is not None})
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

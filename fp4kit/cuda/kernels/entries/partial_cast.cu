@@ -40,7 +40,7 @@ FP4KIT_DEVICE void encode_run(const Run<In, kRun>& run, Factor factor, u32 (&wor
   }
   const u32 bytes[kRun] = {};
   float x[kRun];
-  widen_run(run, x);
+  widen_run_exactly<R>(run, x);
   exact_codes<R, In>(x, bytes, factor, words);
 }
 

@@ -232,7 +232,7 @@ FP4KIT_DEVICE void quantize_any(const QuantizeArguments& a, const RunPosition& p
   Factor f;
   const u32 code = scale_block<R, In>(amax, t, table, f);
   float x[kRun];
-  widen_run(load_run_of<R, In, kAligned>(a, place.run), x);
+  widen_run_exactly<R>(load_run_of<R, In, kAligned>(a, place.run), x);
   store_exact<R, In, kAligned>(a, static_cast<i64>(place.run) * kRun, x, f, code, t);
   store_scales<R, In>(a, place, code, t);
 }

@@ -74,7 +74,7 @@ FP4KIT_DEVICE void encode_given(const QuantizeArguments& a, i64 first, Run<In, k
     const Factor f = factor_of<R, In>(code, amax, t);
     if (sign_of(f.value) == 0u) return quantize_run<R, In, kAligned>(a, first, run, f, t);
     float values[kRun];
-    widen_run(run, values);
+    widen_run_exactly<R>(run, values);
     store_exact<R, In, kAligned>(a, first, values, f, code, t);
   }
 }

@@ -18,7 +18,7 @@ FP4KIT_DEVICE float narrow_rz(double x) {
 #endif
 }
 
-// Return the float32 that equals the float16 with the bits `half`. NaN gives a quiet NaN.
+// Return the float32 that equals the float16 with the bits `half`. NaN gives a NaN without a sign bit.
 FP4KIT_DEVICE float widen_f16(u16 half) {
 #ifdef __CUDA_ARCH__
   float y;
@@ -26,9 +26,8 @@ FP4KIT_DEVICE float widen_f16(u16 half) {
   return y;
 #else
   const u32 magnitude = half & 0x7FFFu, sign = static_cast<u32>(half & 0x8000u) << 16;
-  const u32 special = 0x7F800000u | (magnitude & 0x3FFu) << 13 | (magnitude > 0x7C00u ? 0x400000u : 0u);
   const u32 finite = bits_of(float_of(magnitude << 13) * 0x1p112f);
-  return float_of((magnitude < 0x7C00u ? finite : special) | sign);
+  return float_of(magnitude > 0x7C00u ? 0x7FFFFFFFu : (magnitude < 0x7C00u ? finite : 0x7F800000u) | sign);
 #endif
 }
 

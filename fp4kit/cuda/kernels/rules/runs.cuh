@@ -68,6 +68,25 @@ FP4KIT_DEVICE void widen_run(const Run<In, kCount>& run, float (&values)[kCount]
   for (int i = 0; i < kCount; ++i) values[i] = element(run, i);
 }
 
+// Return the element with these bits as float32, with the sign bit of a NaN if R::kNanSign.
+template <class R, class In>
+FP4KIT_DEVICE float widen_exactly(typename In::Bits bits) {
+  const float x = In::widen(bits);
+  if constexpr (R::kNanSign && In::kMantissaBits == 10) return float_of(bits_of(x) | (bits & 0x8000u) << 16);
+  return x;
+}
+
+// Store all elements of a run in `values`, as widen_exactly does.
+template <class R, class In, int kCount>
+FP4KIT_DEVICE void widen_run_exactly(const Run<In, kCount>& run, float (&values)[kCount]) {
+  widen_run(run, values);
+  if constexpr (R::kNanSign && In::kMantissaBits == 10) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i)
+      values[i] = float_of(bits_of(values[i]) | (run.w[i / 2] << (i % 2 ? 0 : 16) & 0x80000000u));
+  }
+}
+
 // Return a run of the given values, each rounded to nearest even in the type In.
 template <class In, int kCount>
 FP4KIT_DEVICE Run<In, kCount> narrow_run(const float (&values)[kCount]) {

@@ -35,7 +35,9 @@ FP4KIT_DEVICE void encode_columns_e2m1x8(const u32* rows, const u32* signs, u32 
     for (int j = 0; j < 4; ++j) code[j] = code_pair_e2m1(rows[4 * i + j], factors);
     const u32 even = prmt(signs[4 * i], signs[4 * i + 2], 0xFDB9u),
               odd = prmt(signs[4 * i + 1], signs[4 * i + 3], 0xFDB9u);
-    const u32 codes = mad(prmt(code[1], code[3], 0x6420u), 16u, prmt(code[0], code[2], 0x6420u));
+    // Codes of a column that is not finite may exceed a nibble, so they are masked.
+    const u32 codes =
+        (prmt(code[0], code[2], 0x6420u) & 0x0F0F0F0Fu) | (prmt(code[1], code[3], 0x6420u) << 4 & 0xF0F0F0F0u);
     four[i] = or_masked(or_masked(codes, odd, 0x80808080u), even, 0x08080808u);
   }
   words[0] = prmt(four[0], four[1], 0x6420u);

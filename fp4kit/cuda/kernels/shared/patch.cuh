@@ -164,5 +164,5 @@ FP4KIT_DEVICE float amax_of_block(const typename In::Bits* x, int rows, i64 row_
 // code in the lowest bits. f is the factor of their block, by which elements are multiplied or divided before rounding.
 template <class R, class In, int kRun>
 FP4KIT_DEVICE void encode_any(const typename In::Bits* x, i64 step, Factor f, u32 (&words)[kCodeWords<R, kRun>]) {
-  exact_codes_of<R, In, kRun>([=](int i) { return In::widen(x[i * step]); }, f, words);
+  exact_codes_of<R, In, kRun>([=](int i) { return widen_exactly<R, In>(x[i * step]); }, f, words);
 }

@@ -51,7 +51,7 @@ FP4KIT_DEVICE void round_patch(const PatchArguments& a, const PatchPosition& s,
 #pragma unroll 1
   for (int i = 0; i < P::kPatchRows * P::kPatchColumns && s.row + i / P::kPatchColumns < a.rows; ++i) {
     const i64 offset = i / P::kPatchColumns * a.columns + i % P::kPatchColumns;
-    y[offset] = In::narrow(exact_value<R>(exact_code<R, In>(In::widen(from[offset]), f, 0u), scale));
+    y[offset] = In::narrow(exact_value<R>(exact_code<R, In>(widen_exactly<R, In>(from[offset]), f, 0u), scale));
   }
 }
 

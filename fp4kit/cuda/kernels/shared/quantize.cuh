@@ -181,7 +181,7 @@ FP4KIT_DEVICE void quantize_elements(const QuantizeArguments& a, i64 first, int 
   u32 low = 0u;
 #pragma unroll 1
   for (int j = 0; j < count; ++j) {
-    const u32 code = exact_code<R, In>(In::widen(x[j]), f, R::kStochastic ? random_byte(a, first + j) : 0u);
+    const u32 code = exact_code<R, In>(widen_exactly<R, In>(x[j]), f, R::kStochastic ? random_byte(a, first + j) : 0u);
     if constexpr (R::kFake) {
       static_cast<typename In::Bits*>(a.values)[first + j] = In::narrow(exact_value<R>(code, scale));
     } else if constexpr (R::Element::kStoredBits == 8) {
@@ -212,6 +212,6 @@ FP4KIT_DEVICE void quantize_run(const QuantizeArguments& a, i64 first, const Run
     if (takes_fast_path<R, In>(largest_bits_of(x), f)) return store_finite<R, In, kAligned>(a, first, x, f, 0u, t);
   }
   float values[kRun];
-  widen_run(x, values);
+  widen_run_exactly<R>(x, values);
   store_exact<R, In, kAligned>(a, first, values, f, 0u, t);
 }

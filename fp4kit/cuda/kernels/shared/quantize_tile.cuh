@@ -152,7 +152,7 @@ FP4KIT_DEVICE void quantize_any(const QuantizeArguments& a, BlockRow position, b
                                 TileMemory<R>& tile, int tile_row, int column) {
   const i64 first = position.row * a.columns + position.block * R::kBlock;
   float x[R::kBlock] = {};
-  if (inside) widen_run(load_row<R, In, kAligned>(a, first), x);
+  if (inside) widen_run_exactly<R>(load_row<R, In, kAligned>(a, first), x);
   const float amax = amax_of_rows<R>(tile, amax_of<R::kAmaxNan>(x), tile_row, column);
   if (!inside) return;
   Factor f;
