@@ -44,6 +44,35 @@ class Reason(NamedTuple):
 BF16 = ("bfloat16",)
 REASONS = (
     Reason(
+        "quantize with amax, * in turn",
+        ("nvfp4-te",),
+        BF16,
+        "The call reads x for the amax, and then quantizes it. The second launch gains little from the part of x that"
+        " is in the L2 cache, because its own instructions take as long: 10 us for 32 MiB in shared memory.",
+        (
+            (
+                "one launch that reads x once: thread blocks keep 26 MB in shared memory, meet at a counter, and then"
+                " encode, 8, 32, 64, 128 and 256 MiB: 1.69, 1.72, 1.79, 1.78 and 1.82"
+            ),
+            (
+                "the second launch starts before the first one ends (programmatic dependent launch): 1.56, 1.64, 1.75,"
+                " 1.75 and 1.74"
+            ),
+            "a second launch whose thread blocks stay and load by bulk copies: 1.56, 1.58, 1.74, 1.76 and 1.78",
+        ),
+    ),
+    Reason(
+        "quantize",
+        ("mxfp4-msmodelslim-dual",),
+        BF16,
+        "Arithmetic limits this row: quotients by the scales of outer blocks, and a search for numbers that replace"
+        " these scales by factors. A later commit makes one division for that instead of four or more: 274 us.",
+        (
+            "two launches, of which the first one finds the amaxes, and a division per element: 0.30",
+            "the later commit, and five thread blocks per multiprocessor: 0.59",
+        ),
+    ),
+    Reason(
         "quantize* Hadamard",
         ("nvfp4-te",),
         BF16,
