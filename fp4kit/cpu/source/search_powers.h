@@ -53,7 +53,7 @@ __forceinline__ float searched_amax(const typename Input<In>::Bits* x, i64 block
 // a value is a multiple of the last bit of its element, or the element itself if its step is smaller. The sum of a
 // square and `magic` is rounded to a multiple of the last bit that a float16 of this size has.
 template <class F, class In>
-__forceinline__ float error_of(const typename Input<In>::Bits* x, i64 block, PowerCandidate candidate) {
+__attribute__((noinline)) float error_of(const typename Input<In>::Bits* x, i64 block, PowerCandidate candidate) {
   // The product with kUp, which kDown undoes, makes float16 numbers infinite that are 2^16 or larger.
   constexpr float kUp = In::kMantissaBits == 10 ? 0x1p112f : 1.0f, kDown = 1.0f / kUp;
   float errors[256];
@@ -69,7 +69,7 @@ __forceinline__ float error_of(const typename Input<In>::Bits* x, i64 block, Pow
 
 // Return the power of two that is chosen for the `block` elements whose bits are at x, or amax_without_choice.
 template <class F, class In>
-__forceinline__ float chosen_power(const typename Input<In>::Bits* x, i64 block) {
+float chosen_power(const typename Input<In>::Bits* x, i64 block) {
   const float amax = searched_amax<In>(x, block);
   if (is_nan(amax)) return amax;
   if (!(amax > 0.0f && is_finite(amax))) return amax_without_choice<F>(amax);
@@ -81,8 +81,7 @@ __forceinline__ float chosen_power(const typename Input<In>::Bits* x, i64 block)
 }
 
 // Call work(x, block, count, out) for groups of at most kLanes neighboring blocks of a tile: `count` blocks of `block`
-// columns whose elements begin at x, and whose places in call.out begin at `out`. The usual block is passed as a
-// constant, so that loops over its elements are unrolled.
+// columns whose elements begin at x, and whose places in call.out begin at `out`.
 template <class In, class Work>
 void for_each_group(const SearchPowersCall& call, const Rectangle& tile, Work work) {
   const auto x = view<In>(call.x, tile);
@@ -91,7 +90,7 @@ void for_each_group(const SearchPowersCall& call, const Rectangle& tile, Work wo
       const auto* first = x.data + i * x.step + j;
       float* out = call.out + (tile.row + i) * call.out_step + (tile.column + j) / call.block;
       const i64 count = minimum<i64>((tile.columns - j) / call.block, kLanes);
-      call.block == 32 ? work(first, 32, count, out) : work(first, call.block, count, out);
+      work(first, call.block, count, out);
     }
 }
 
