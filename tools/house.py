@@ -31,7 +31,7 @@ LIMITS: dict[str, tuple[float, float]] = {
     "import lines": (3715, 3300),
     "texts per code line": (0.36, 0.38),
     "docstring lines of private functions": (1895, 2500),
-    "code lines of tests": (60030, 42000),
+    "code lines of tests": (60040, 42000),
     "files entered by the first quantize": (10, 10),
     "files entered by the first dequantize": (12, 11),
     "files entered by the first matmul": (11, 9),

@@ -133,7 +133,7 @@ def nvfp4_hifloat4_native(x: Array, r: Recipe, tensor_amax: Array | None, amax: 
     """
     r_, blocks = _rounds_to(dtype), x.reshape(len(x), -1, r.block_size)
     tiny = np.float32(2.0**-14 if dtype == np.float16 else 2.0**-45)
-    s = r_(show("block amax", block_amax(x, r)) / r.element.max)
+    s = r_(show("block amax", block_amax(x, r) if amax is None else amax) / r.element.max)
     s = show("block scale before rounding", np.minimum(s, E4M3.max))
     exponent = np.nan_to_num(np.maximum(np.floor(r_(_log2(r_(s + tiny)))), -6)).astype(np.int32)
     s = show("factor to divide by", r_(np.ldexp(np.rint(r_(np.ldexp(s, 3 - exponent))), exponent - 3))[..., None])
@@ -162,7 +162,10 @@ def hifloat4_exponent(amax: Array, e: ElementFormat, dtype: Dtype) -> Array:
 def mx_hifloat4_native(x: Array, r: Recipe, tensor_amax: Array | None, amax: Array | None, dtype: Dtype) -> Array:
     """Fake-quantize x to an MX format as HiFloat4 does: every operation is rounded to dtype."""
     r_, e, blocks = _rounds_to(dtype), r.element, x.reshape(len(x), -1, r.block_size)
-    exponent = show("exponent of the scale", hifloat4_exponent(show("block amax", block_amax(x, r)), e, dtype))
+    exponent = show(
+        "exponent of the scale",
+        hifloat4_exponent(show("block amax", block_amax(x, r) if amax is None else amax), e, dtype),
+    )
     power = show("factor to divide by", r_(power_of_two(exponent)))[..., None]
     magnitude = _elements(r_(np.abs(blocks) / power), e, r_)
     return r_(r_(np.sign(blocks) * magnitude) * power).reshape(x.shape)

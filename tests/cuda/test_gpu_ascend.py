@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from on_gpu import ON_GPU, agree
@@ -30,6 +32,21 @@ def test_given_scales_of_every_code(id, dtype):
     """255, the NaN of E8M0, gives the factor 0 or NaN, whichever the rule gives."""
     x = np.tile(np.linspace(-6, 6, ALL_RECIPES[id].block_size).astype(dtype), (256, 1))
     agree(fp4kit.quantize, x, id, block_scale=np.arange(256, dtype=np.uint8)[:, None])
+
+
+@pytest.mark.parametrize(
+    "id", [id for id in IDS if not ALL_RECIPES[id].search and "fp8" not in ALL_RECIPES[id].block_rule]
+)
+def test_given_amaxes(id):
+    r = replace(ALL_RECIPES[id], id="given", static=True)
+    for dtype in DTYPES:
+        x = drawn_magnitudes(1, dtype, (9, 128))
+        amax = np.full((9, 128 // r.block_size), 0.3, np.float32)
+        agree(fp4kit.fake_quantize, x, r, block_amax=amax)
+        given = fp4kit.fake_quantize(x, r, block_amax=amax)
+        with fp4kit.specification():
+            np.testing.assert_array_equal(given, fp4kit.fake_quantize(x, r, block_amax=amax))
+            assert (given != fp4kit.fake_quantize(x, r)).any()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
