@@ -350,16 +350,15 @@ def with_kernel_amax(call: Call, request: LaunchRequest, x: Any) -> LaunchReques
     # The quantize kernel finds amaxes of rows faster than a separate launch only if rows are short.
     most = MAX_KERNEL_AMAX_COLUMNS * (8 if rows >= dispatch.MANY_ROWS else 1)
     has_scales = r.tensor_scaling == "tensor" or (r.tensor_scaling == "row" and columns <= most)
-    if call.tensor_amax is None and x.size and dispatch.finds_outer_amaxes(finding):
-        return finding
-    if not has_scales or call.tensor_amax is not None or call.mask is not None or x.size == 0:
+    finds_outer = dispatch.finds_outer_amaxes(finding)
+    if call.tensor_amax is not None or x.size == 0 or not (finds_outer or (has_scales and call.mask is None)):
         return request
     is_small = (
         x.size <= MAX_KERNEL_AMAX_ELEMENTS
         and has_aligned_runs(Matrix(x), request)
         and matrix_count(call, request, None) == 1
     )
-    return finding if is_small or dispatch.finds_rows(finding) else request
+    return finding if finds_outer or is_small or dispatch.finds_rows(finding) else request
 
 
 def split_matrices(call: Call, request: LaunchRequest, whole: Matrix) -> Iterator[tuple[Matrix, LaunchRequest]]:

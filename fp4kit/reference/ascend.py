@@ -14,7 +14,7 @@ import numpy as np
 from fp4kit.formats import E4M3, E6M2, ElementFormat
 from fp4kit.recipes import Recipe
 from fp4kit.reference.arith import ONE, ZERO, Array, Dtype, round_to, sum_lanes
-from fp4kit.reference.codec import block_amax, joined_scales, powers_of, show
+from fp4kit.reference.codec import amax_of, joined_scales, powers_of, show
 
 Rounding = Callable[[Array], Array]
 BFLOAT16, FLOAT32, FLOAT64 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float32), np.dtype(np.float64)
@@ -133,7 +133,7 @@ def nvfp4_hifloat4_native(x: Array, r: Recipe, tensor_amax: Array | None, amax: 
     """
     r_, blocks = _rounds_to(dtype), x.reshape(len(x), -1, r.block_size)
     tiny = np.float32(2.0**-14 if dtype == np.float16 else 2.0**-45)
-    s = r_(show("block amax", block_amax(x, r) if amax is None else amax) / r.element.max)
+    s = r_(amax_of(x, r, amax) / r.element.max)
     s = show("block scale before rounding", np.minimum(s, E4M3.max))
     exponent = np.nan_to_num(np.maximum(np.floor(r_(_log2(r_(s + tiny)))), -6)).astype(np.int32)
     s = show("factor to divide by", r_(np.ldexp(np.rint(r_(np.ldexp(s, 3 - exponent))), exponent - 3))[..., None])
@@ -164,7 +164,7 @@ def mx_hifloat4_native(x: Array, r: Recipe, tensor_amax: Array | None, amax: Arr
     r_, e, blocks = _rounds_to(dtype), r.element, x.reshape(len(x), -1, r.block_size)
     exponent = show(
         "exponent of the scale",
-        hifloat4_exponent(show("block amax", block_amax(x, r) if amax is None else amax), e, dtype),
+        hifloat4_exponent(amax_of(x, r, amax), e, dtype),
     )
     power = show("factor to divide by", r_(power_of_two(exponent)))[..., None]
     magnitude = _elements(r_(np.abs(blocks) / power), e, r_)

@@ -376,6 +376,11 @@ def block_amax(x: Array, recipe: Recipe) -> Array:
     return reduce_amax(padded.reshape(-1, rows, amax.shape[1]), recipe, axis=1)
 
 
+def amax_of(x: Array, recipe: Recipe, amax: Array | None) -> Array:
+    """Return the block amaxes, and show them in a trace: `amax` itself, or the amaxes of x if `amax` is None."""
+    return show("block amax", block_amax(x, recipe) if amax is None else amax)
+
+
 def spread_rows(a: Array, recipe: Recipe, m: int) -> Array:
     """Return per-block values repeated for each row of elements: (m, blocks) from (ceil(m / block rows), blocks).
 

@@ -24,15 +24,10 @@ from fp4kit.recipes import Recipe, rules
 from fp4kit.recipes.schema import fake_unit
 from fp4kit.reference import ascend
 from fp4kit.reference.arith import ONE, ZERO, Array, Dtype, divide_full, log2, round_to
-from fp4kit.reference.codec import block_amax, decode, encode, encode_e4m3_scale, encode_e8m0_scale, inverse_e8m0, show
+from fp4kit.reference.codec import amax_of, decode, encode, encode_e4m3_scale, encode_e8m0_scale, inverse_e8m0, show
 from fp4kit.reference.tensor_rules import TINY_AMAX
 
 FP_QUANT_GLOBAL = np.float32(3)  # the global scale that FP-Quant sets for NVFP4 with method abs_max
-
-
-def _amax_of(x: Array, recipe: Recipe, amax: Array | None) -> Array:
-    """Return the block amaxes, and show them in a trace: `amax` itself, or the amaxes of x if `amax` is None."""
-    return show("block amax", block_amax(x, recipe) if amax is None else amax)
 
 
 def _round(x: Array, recipe: Recipe) -> Array:
@@ -60,7 +55,7 @@ def nvfp4_modelopt_triton(x: Array, recipe: Recipe, tensor_amax: Array, amax: Ar
     gs = tensor_amax * (ONE / np.float32(E2M1.max * E4M3.max))
     gs = show("tensor scale", np.where(gs <= 0, np.float32(1e-12), gs))
     blocks = x.reshape(len(x), -1, recipe.block_size)
-    block = _amax_of(x, recipe, amax)
+    block = amax_of(x, recipe, amax)
     scale = _e4m3(np.fmin(block / (E2M1.max * gs), E4M3.max)) * gs
     scale = show("factor to divide by", np.where(scale >= np.float32(1e-5), scale, ONE)[..., None])
     y = _round(np.abs(blocks) / scale, recipe) * scale
@@ -79,7 +74,7 @@ def nvfp4_modelopt_static(x: Array, recipe: Recipe, tensor_amax: Array, amax: Ar
     If s is infinite or NaN, it is replaced by 1. Zeros are +0. A NaN element gives -6 s. dtype is not used.
     """
     blocks = x.reshape(len(x), -1, recipe.block_size)
-    block = _amax_of(x, recipe, amax)
+    block = amax_of(x, recipe, amax)
     outer = tensor_amax * np.float32(E4M3.max / recipe.scale_max) / E2M1.max
     tensor_encode = show("tensor encode scale", ONE / np.where(outer <= TINY_AMAX, ONE, outer) * E4M3.max)
     scale = _e4m3(np.clip(block / E2M1.max * tensor_encode, -E4M3.max, E4M3.max)) * (ONE / tensor_encode)
@@ -98,7 +93,7 @@ def nvfp4_modelopt_cuda(x: Array, recipe: Recipe, tensor_amax: Array, amax: Arra
     replaced by 1. If s is 0, y is 0. -0 gives +0, and a NaN element gives 6 s. dtype is not used.
     """
     blocks = x.reshape(len(x), -1, recipe.block_size)
-    block = np.fmin(_amax_of(x, recipe, amax), FLT_MAX)
+    block = np.fmin(amax_of(x, recipe, amax), FLT_MAX)
     t = show("tensor encode scale", np.float64(448) * (E2M1.max / tensor_amax).astype(np.float64))
     u = _e4m3(((block / E2M1.max).astype(np.float64) * t).astype(np.float32)).astype(np.float64) / t
     valid = (block > 0) & np.isfinite(block) & (tensor_amax > 0) & np.isfinite(tensor_amax)
@@ -117,7 +112,7 @@ def mx_modelopt(x: Array, recipe: Recipe, tensor_amax: Array | None, amax: Array
     NaN. tensor_amax and dtype are not used.
     """
     blocks = x.reshape(len(x), -1, recipe.block_size)
-    block = np.fmin(_amax_of(x, recipe, amax), FLT_MAX)
+    block = np.fmin(amax_of(x, recipe, amax), FLT_MAX)
     codes = np.where(block == 0, np.uint8(127), encode_e8m0_scale(block / recipe.element.max))
     codes = show("block scale", codes, E8M0)
     factor = show("factor to multiply by", inverse_e8m0(codes))
@@ -190,7 +185,7 @@ def _microxcaling(round_magnitude: Callable[[Array, Dtype], Array], flush: bool 
         """
         element = recipe.element
         blocks = x.reshape(len(x), -1, recipe.block_size)
-        block = _amax_of(x, recipe, amax)
+        block = amax_of(x, recipe, amax)
         tiny = round_to(np.float32(2.0**-126), dtype)
         shared = _log2_floor(np.where(block == 0, block + tiny, block), dtype)
         blocks = np.where((shared <= -127)[..., None], ZERO, blocks) if flush else blocks
@@ -238,7 +233,7 @@ def fp_quant(x: Array, recipe: Recipe, tensor_amax: Array | None, amax: Array | 
     amax is infinite or NaN, the whole block is NaN. tensor_amax and dtype are not used.
     """
     blocks = x.reshape(len(x), -1, recipe.block_size)
-    block = _amax_of(x, recipe, amax)
+    block = amax_of(x, recipe, amax)
     exponent = np.floor(show("log2 of the amax", log2(np.where(np.isfinite(block), block, ONE)))) - np.float32(2)
     power = np.where(exponent < -126, ZERO, np.ldexp(ONE, np.clip(exponent, -126, 127).astype(np.int32)))
     scale = np.where(np.isfinite(block), power / np.float32(0.75), np.float32(np.nan))
@@ -258,7 +253,7 @@ def nvfp4_fp_quant(x: Array, recipe: Recipe, tensor_amax: Array | None, amax: Ar
     whole block is NaN. y is float32. tensor_amax and dtype are not used.
     """
     blocks = x.reshape(len(x), -1, recipe.block_size)
-    block = _amax_of(x, recipe, amax)
+    block = amax_of(x, recipe, amax)
     scale = divide_full(block * FP_QUANT_GLOBAL, recipe.element.max)
     scale = show("factor to divide by", _e4m3(np.where(np.isfinite(block), scale, np.float32(np.nan))))[..., None]
     scaled = divide_full(blocks * FP_QUANT_GLOBAL, scale)
@@ -322,7 +317,7 @@ def _ms_eden(
 ) -> Array:
     """Return the result of ms_eden or, if integers is True, of ms_eden_if4."""
     blocks = x.reshape(len(x), -1, recipe.block_size) + ZERO
-    amax = show("block amax", block_amax(x, recipe) if amax is None else amax)
+    amax = amax_of(x, recipe, amax)
     tensor = divide_full(divide_full(tensor_amax, _SCALE_TOP), _TOP)
     tensor = show("tensor scale", np.where(tensor_amax == 0, ONE, tensor))
     scale = decode(encode_e4m3_scale(divide_full(divide_full(amax, _TOP), tensor)), E4M3)

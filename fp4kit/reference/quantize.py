@@ -19,6 +19,7 @@ from fp4kit.reference.ascend import quantize_hif4
 from fp4kit.reference.block_rules import BLOCK_RULES
 from fp4kit.reference.codec import (
     TILE_ELEMENTS,
+    amax_of,
     block_amax,
     decode,
     encode,
@@ -147,7 +148,7 @@ def quantize_tile(
     if rules.BLOCK_RULES[recipe.block_rule].whole:
         codes, scales = quantize_hif4(blocks, recipe, amax)
         return codes.reshape(m, k), scales
-    amax = show("block amax", block_amax(x, recipe) if amax is None else amax)
+    amax = amax_of(x, recipe, amax)
     if isinstance(random, Noise):
         amax = show("block amax, rounded stochastically", stochastic_amax(amax, random.blocks))
     if isinstance(recipe.element, IntegerOrFloat):

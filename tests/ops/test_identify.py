@@ -318,7 +318,7 @@ def test_codes_that_others_made_under_the_scales_of_a_recipe() -> None:
 
 
 def test_a_verdict_names_few_recipes() -> None:
-    """Of more than three recipes, each kind of verdict names one and counts the others, as the table does."""
+    """Each kind of verdict names one of more than three recipes and counts the others, as the table does."""
     matches = tuple(Match(name, 9, 10, 1, 0) for name in NAMES)
     exact = tuple(replace(match, equal=10) for match in matches)
     options = [{"variations": tuple(Variation(name, True, s) for name in NAMES)} for s in (False, True)]
