@@ -168,7 +168,8 @@ FP4KIT_DEVICE void quantize_column_blocks(const PatchArguments& a, const PatchPo
     if constexpr (P::kPatchColumns == 4) *reinterpret_cast<u32*>(scales) = codes;
     if constexpr (P::kPatchColumns == 2) *reinterpret_cast<u16*>(scales) = static_cast<u16>(codes);
   }
-  if (!pending || rows_inside(a, s) <= 0) return;
+  // Without the vote, NVRTC 12.9 and 13.0 join the tests of the columns with that of the rows, and invert one of them.
+  if (!__any_sync(0xFFFFFFFFu, pending != 0u) || rows_inside(a, s) <= 0) return;
 #pragma unroll 1
   for (int j = 0; pending >> j; ++j) {
     if (!(pending >> j & 1u)) continue;
