@@ -172,7 +172,7 @@ class Recipe:
             value if it has no NaN.
         nan_sign: True if the code of a NaN has the sign of the NaN that x86-64 computes when it scales the element:
             that of a NaN element, minus for inf / inf and 0 * inf, and otherwise plus. A NaN that a Hadamard transform
-            makes has either sign. False if all NaNs have one code.
+            or a decoding (0 * inf) makes has either sign. False if all NaNs have one code.
         nan_is_max: True if a NaN element becomes the largest value although the format has a NaN (FlashInfer's clamp).
         amax_nan: the effect of NaN elements on an amax. "ignore": NaN elements are left out. "propagate": the amax is
             NaN. "lanes": NaN elements are left out, but a block's amax is NaN if all its elements at odd indices are

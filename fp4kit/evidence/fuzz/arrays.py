@@ -399,7 +399,7 @@ VALUES: dict[str, Callable[..., np.ndarray]] = {
     "infinite": _infinite,
     "bytes": _below(256),
     "codes": _below(16),
-    "codes of 6 bits": _below(64),
+    **{f"codes of {bits} bits": _below(1 << bits) for bits in (3, 5, 6)},
     "amaxes": _amaxes,
     "weights": _weights,
     "hessians": _hessians,

@@ -257,7 +257,7 @@ def draw_operand(d: Picks, kind: Variant | str, shape: tuple[int, ...], pattern:
         name = f"codes of {ARRAYS[kind]}, {pattern}" if ARRAYS[kind] else pattern
         return DrawnOperand(d.array(name, "uint8" if ARRAYS[kind] else kind, shape, view), dtype=kind)
     r, scales, tensor = kind.recipe, None, None
-    codes = {4: "codes", 6: "codes of 6 bits", 8: "bytes"}[r.element.bits]
+    codes = {4: "codes", 8: "bytes"}.get(r.element.bits, f"codes of {r.element.bits} bits")
     if r.element.name in FORMATS:
         codes = f"codes of {r.element.name}, {pattern}"
     if r.scale is not None:
@@ -393,9 +393,9 @@ class Draw(Picks):
     def target(self, r: Recipe) -> Variant:
         """Return a recipe to requantize to, for the source recipe ``r``."""
         nvfp4 = [one for one in _supported(self.pool)["requantize"] if one.recipe.scale == E4M3]
-        if nvfp4 and r.element == E2M1 and r.scale == E8M0 and self.chance(0.5):
-            return self.pick(nvfp4)
-        return self.variant("requantize")
+        to_nvfp4 = nvfp4 and r.element == E2M1 and r.scale == E8M0 and self.chance(0.5)
+        found = self.pick(nvfp4) if to_nvfp4 else self.variant("requantize")
+        return replace(found, changes=(*found.changes, ("nan_sign", False))) if found.recipe.nan_sign else found
 
     def options(self, operation: str, r: Recipe) -> DrawnOptions:
         """Return random options that the operation and the recipe support."""

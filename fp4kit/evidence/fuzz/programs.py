@@ -289,7 +289,7 @@ def _decode(p: Program, case: DrawnCase) -> None:
     """Decode random codes under random block scales (if the recipe has any)."""
     o, r, moved = case.options, case.r, _moved_shape(case)
     _, q = _quantized(p, case)
-    kind = "codes of 6 bits" if r.element.bits == 6 else "bytes"
+    kind = "bytes" if r.element.bits in (4, 8) else f"codes of {r.element.bits} bits"
     parts: dict[str, Any] = {"packed": p.make("packed", _auxiliary(kind, "uint8", packed_shape(moved, r), o.seed + 1))}
     if r.scale is not None:
         shape = padded_shape(scale_shape(moved, r), o.layout)
