@@ -6,9 +6,13 @@ import platform
 import subprocess
 from pathlib import Path
 
+import numpy as np
 import pytest
 from exhaustive import exhaustive
 from host.compiler import Compiler, require_compiler
+from numpy.testing import assert_array_equal
+
+from fp4kit.reference.arith import fma, reciprocal_approx_ftz
 
 SOURCE = Path(__file__).resolve().parents[2] / "fp4kit" / "cpu" / "source"
 RULES = SOURCE.parent.parent / "cuda" / "kernels" / "rules"
@@ -20,6 +24,7 @@ PROGRAM = """
 #include "decode_block.h"
 #include "encode_elements.h"
 #include "four_over_six.h"
+#include "pack.cuh"
 #include "recipes.inc"
 
 static float significand(u32 bits) { return float_of(0x3F800000u | bits); }
@@ -40,16 +45,29 @@ static u64 codes() {
   return wrong;
 }
 
-// Quotients of significands of so many bits that are not those of a division; every `step`th divisor.
-static u64 quotients(int bits, u32 step) {
+// For every divisor, the numbers whose quotient is at most 12 steps from the middle between two floats; those that
+// quotient_by rounds wrongly. A step is the least distance for that divisor, up to a power of two. `tried` counts all.
+static u64 closest_quotients(u64& tried) {
   u64 wrong = 0;
-  for (u32 x = 0; x < 1u << 23; x += 1u << (24 - bits)) {
-    u32 count = 0;
-    for (u32 i = 0; i < 1u << 23; i += step) {
-      const float a = significand(x), d = significand(i);
-      count += bits_of(quotient_by(a, d, 1.0f / d)) != bits_of(a / d);
-    }
-    wrong += count;
+  for (u32 d = 1u << 23; d < 1u << 24; ++d) {
+    u32 even = 0;
+    while ((d >> even & 1u) == 0u) ++even;
+    const u32 odd = d >> even;
+    u32 inverse = odd;
+    for (int i = 0; i < 4; ++i) inverse *= 2u - odd * inverse;
+    const float divisor = static_cast<float>(d), reciprocal = 1.0f / divisor;
+    for (u32 shift = 24; shift <= 25; ++shift)  // quotients above 1, and below
+      for (i32 steps = -12; steps <= 12 && shift > even; ++steps) {  // a 2^shift = middle d + steps 2^even
+        const u32 period = 1u << (shift - even), first = static_cast<u32>(-steps) * inverse & (period - 1u);
+        if (first % 2u == 0u) continue;
+        u64 middle = first + ((1u << 24) - minimum(first, 1u << 24) + period - 1u) / period * u64{period};
+        for (int i = 0; i < 64 && middle < 1u << 25; ++i, middle += period) {
+          const u64 a = (middle * d + (static_cast<i64>(steps) << even)) >> shift;
+          if (a < 1u << 23 || a >= 1u << 24 || (shift == 24) != (a >= d)) continue;
+          ++tried;
+          wrong += quotient_by(static_cast<float>(a), divisor, reciprocal) != static_cast<float>(a) / divisor;
+        }
+      }
   }
   return wrong;
 }
@@ -61,8 +79,8 @@ static float by_correction(float x, float d) {
   return fma_rn(x, divisor.reciprocal, x * divisor.correction);
 }
 
-// Elements of 24 bits within 8 ulp of what a divisor makes a midpoint, whose quotient has another code: by quotient_by, and
-// in two operations by a divisor that is not the largest significand.
+// Elements of 24 bits within 8 ulp of what a divisor makes a midpoint, whose quotient in two operations has another code.
+// The divisor is not the largest significand.
 static u64 midpoints() {
   u64 wrong = 0;
   for (const float midpoint : {0.25f, 0.75f, 1.25f, 1.75f, 2.5f, 3.5f, 5.0f})
@@ -70,7 +88,6 @@ static u64 midpoints() {
       u32 count = 0;
       for (u32 i = 0; i < 1u << 23; ++i) {
         const float d = significand(i), x = float_of(bits_of(midpoint * d) + away);
-        count += code_of_short(quotient_by(x, d, 1.0f / d)) != code_of_short(x / d);
         count += !is_last_significand(d) && code_of_short(by_correction(x, d)) != code_of_short(x / d);
       }
       wrong += count;
@@ -127,14 +144,34 @@ static u64 beside(int bits) {
   return wrong;
 }
 
+// Elements of so many bits whose product has another code than the quotient by the sixth of an element.
+static u64 sixths(int bits) {
+  const u32 beyond = (1u << (24 - bits)) - 1u;
+  u64 wrong = 0;
+  for (u32 i = 0; i < 1u << 24; i += beyond + 1u) {
+    const float amax = float_of(0x3F800000u + i), d = amax / 6.0f;
+    const float m = exact_multiplier_of_sixth(amax, d, 1.0f / d, beyond);
+    u32 count = 0;
+    for (u32 x = 0x3A000000u; x <= 0x40400000u; x += beyond + 1u) {
+      const float a = float_of(x);
+      count += a <= amax && ((code_bits_e2m1<true, true>(a / d) ^ code_bits_e2m1<true>(a * m)) & 7u) != 0u;
+    }
+    wrong += count;
+  }
+  return wrong;
+}
+
 int main() {
+  std::printf("sixths %llu %llu\\n", sixths(8), sixths(11));
   std::printf("codes %llu\\n", codes());
   std::printf("beside %llu %llu\\n", beside(8), beside(11));
   u32 missing[2];
   const u64 of_bfloat16 = products(8, 29, missing[0]), of_float16 = products(11, 251, missing[1]);
   std::printf("products %llu %llu; few without: %d %d\\n", of_bfloat16, of_float16, missing[0] < 1u << 10, missing[1] < 1u << 10);
 #if defined(__FMA__) || defined(__aarch64__)
-  std::printf("quotients %llu %llu %llu\\n", quotients(8, 1), quotients(11, 7), midpoints());
+  u64 tried = 0;
+  const u64 wrong = closest_quotients(tried);
+  std::printf("quotients %llu %llu of %llu\\n", midpoints(), wrong, tried);
 #endif
 }
 """  # noqa: E501
@@ -145,15 +182,22 @@ def test_codes_and_quotients(tmp_path: Path) -> None:
     """The test program, which compares all float32 magnitudes, finds no difference.
 
     It also tries elements of bfloat16 and float16 next to midpoints with the multipliers of all divisors. It tries all
-    significands of bfloat16 with every 29th multiplier, and of float16 with every 251st. It divides the significands of
-    bfloat16, and float32 numbers near midpoints, by all divisors. It divides those of float16 by every seventh divisor.
+    significands of bfloat16 with every 29th multiplier, and of float16 with every 251st. It divides float32 numbers
+    near midpoints by all divisors, and those whose quotients are closest to the middle between two floats.
     """
     native = () if platform.system() == "Darwin" else ("-march=native",)
     compiler = Compiler((require_compiler(tmp_path).command[0], *FLAGS, *native))
     compiler.build(PROGRAM, tmp_path / "arithmetic", SOURCE, RULES)
     run = subprocess.run([tmp_path / "arithmetic"], capture_output=True, text=True, check=True, timeout=600)
-    expected = ["codes 0", "beside 0 0", "products 0 0; few without: 1 1", "quotients 0 0 0"]
-    assert run.stdout.splitlines() in (expected[:3], expected)
+    expected = ["sixths 0 0", "codes 0", "beside 0 0", "products 0 0; few without: 1 1", "quotients 0 0 of 303392033"]
+    assert run.stdout.splitlines() in (expected[:4], expected)
+
+
+def test_reciprocals() -> None:
+    """reciprocal_of (quotients.cuh) rounds 1 / d correctly, for every significand, by the approximation of a card."""
+    d = np.arange(0x3F800000, 0x40000000, dtype=np.uint32).view(np.float32)
+    approximate = reciprocal_approx_ftz(d)
+    assert_array_equal(fma(approximate, fma(-d, approximate, np.float32(1)), approximate), 1 / d)
 
 
 PROGRAM_CEIL_LOG2 = """

@@ -7,28 +7,37 @@
 #include "quantize.cuh"
 #include "warp.cuh"
 
-// Encode a run and return true, if a few instructions per element give the codes of the float32 quotients by t.decode.
-// `largest` is the float32 bits of the largest magnitude of the block, and f its Factor.
+// Encode a run and return true, if a few instructions per element give the codes of the float32 quotients by the scale
+// of the outer block, which is stored in `t`. `amax` is the amax of that block, and `largest` is the float32 bits of
+// the largest magnitude of the block, whose scale code is stored in `code`.
 //
-// 16-bit elements are multiplied by an exact_multiplier. Float32 elements have too many bits for one, and are divided.
+// 16-bit elements are multiplied (exact_multiplier_of_sixth). Float32 elements have too many bits for that, and are
+// divided.
 template <class R, class In, int kRun>
-FP4KIT_DEVICE bool encode_quotients(const Run<In, kRun>& x, u32 largest, TensorScale t, Factor f,
+FP4KIT_DEVICE bool encode_quotients(const Run<In, kRun>& x, float amax, u32 largest, TensorScale& t, u32& code,
                                     u32 (&words)[kRun / 8]) {
   constexpr bool k16Bit = sizeof(typename In::Bits) == 2;
   constexpr u32 kLeast = 57u << 23;  // 2^-70
-  const float divisor = t.decode / f.value;
-  float multiplier = t.encode * f.value;
+  const float max = max_of<typename R::Element>();
+  const float decode = quotient_by(amax, max, 1.0f / max);
+  if (!(decode > 0x1p-60f && decode < 0x1p16f)) return false;
+  const float encode = reciprocal_of(decode);
+  t = {encode, decode, amax};
+  Factor f;
+  code = scale_block<R, Float32>(quotient_by(float_of(largest), decode, encode), t, nullptr, f);
+  const float divisor = decode / f.value;
+  float multiplier = encode * f.value;
   u32 least = kLeast;
   if constexpr (k16Bit) {
-    multiplier = exact_multiplier<true>(t.decode, t.encode, (1u << (23 - In::kMantissaBits)) - 1u) * f.value;
+    multiplier = exact_multiplier_of_sixth(amax, decode, encode, (1u << (23 - In::kMantissaBits)) - 1u) * f.value;
   } else {
 #pragma unroll
     for (int i = 0; i < kRun; ++i) least = minimum(least, (x.w[i] & 0x7FFFFFFFu) - 1u);  // zeros do not count
   }
   // No quotient of an element other than 0 may underflow to zero, which has no sign, and no step may be inexact.
-  const bool fits = t.decode > 0x1p-60f && t.decode < 0x1p16f && f.value >= 0x1p-30f && f.value <= 0x1p30f &&
-                    float_of(largest) * multiplier < 6.99f && least >= kLeast - 1u;
-  if (!fits) return false;
+  if (!(f.value >= 0x1p-30f && f.value <= 0x1p30f && float_of(largest) * multiplier < 7.0f - 0x1p-16f &&
+        least >= kLeast - 1u))
+    return false;
 #pragma unroll
   for (int i = 0; i < kRun; i += 8) {
     float y[8];
@@ -81,13 +90,19 @@ FP4KIT_DEVICE void quantize_dual(const QuantizeArguments& a, Grid grid) {
   constexpr bool kFinds = R::kFinders > 0;
   const u32 columns = static_cast<u32>(a.columns), outers = (columns + R::kTensorColumns - 1) / R::kTensorColumns,
             last = static_cast<u32>(a.rows) * outers - 1;
-  const IntegerDivisor divisor = integer_divisor_of(outers);
+  const bool whole = columns % R::kTensorColumns == 0;
   for (i64 from = grid.block * kThreads; from / kOuterLanes <= last; from += grid.blocks * kThreads) {
     const i64 place = from + threadIdx.x;
-    const u32 outer = static_cast<u32>(minimum<i64>(place / kOuterLanes, last)), row = divide(outer, divisor),
-              column = (outer - row * outers) * R::kTensorColumns + static_cast<u32>(place % kOuterLanes) * kRun;
-    const bool inside = place / kOuterLanes <= last && column < columns;
-    const i64 first = static_cast<i64>(row) * columns + column;
+    const u32 lane = static_cast<u32>((kThreads % kOuterLanes == 0 ? threadIdx.x : place) % kOuterLanes);
+    const u32 outer = static_cast<u32>(minimum<i64>(place / kOuterLanes, last));
+    i64 first = place * kRun;
+    bool inside = place / kOuterLanes <= last;
+    if (!whole) {
+      const u32 row = divide(outer, integer_divisor_of(outers)),
+                column = (outer - row * outers) * R::kTensorColumns + lane * kRun;
+      first = static_cast<i64>(row) * columns + column;
+      inside = inside && column < columns;
+    }
     Run<In, kRun> x = {};
     if (inside) x = read_run<In, kRun, kAligned>(static_cast<const typename In::Bits*>(a.x) + first);
     u32 largest;
@@ -102,25 +117,26 @@ FP4KIT_DEVICE void quantize_dual(const QuantizeArguments& a, Grid grid) {
     } else {
       outer_amax = amax_at(a.tensor_amax, outer);
     }
-    const TensorScale t = R::TensorRule::template scale<R, In>(outer_amax);
     largest = largest_of_lanes<kLanes>(largest);
-    u32 words[kRun / 8];
-    Factor f;
-    u32 code = scale_block<R, Float32>(magnitude_of(float_of(largest) / t.decode), t, nullptr, f);
-    const bool done = encode_quotients<R, In>(x, largest, t, f, words);
-    if (__any_sync(0xFFFFFFFFu, !done)) code = encode_quotients_exactly<R, In>(x, t, words);
+    TensorScale t;
+    u32 words[kRun / 8], code;
+    const bool done = encode_quotients<R, In>(x, outer_amax, largest, t, code, words);
+    if (__any_sync(0xFFFFFFFFu, !done)) {
+      t = R::TensorRule::template scale<R, In>(outer_amax);
+      code = encode_quotients_exactly<R, In>(x, t, words);
+    }
     if (!inside) continue;
     store_packed<R, In, kRun, kAligned>(a, first, words, code, t);
-    if (kFinds && place % kOuterLanes == 0) const_cast<float*>(a.tensor_amax)[outer] = outer_amax;
-    if (R::kFake || place % kLanes != 0) continue;
-    a.scales[first / R::kBlock] = static_cast<u8>(code);
-    if (place % kOuterLanes == 0) store_tensor_scale(a, outer, t);
+    if (kFinds && lane == 0u) const_cast<float*>(a.tensor_amax)[outer] = outer_amax;
+    if (R::kFake || lane % kLanes != 0u) continue;
+    a.scales[static_cast<u64>(first) / R::kBlock] = static_cast<u8>(code);
+    if (lane == 0u) store_tensor_scale(a, outer, t);
   }
 }
 
 // More thread blocks per multiprocessor hide the time until elements are loaded. A few registers are then spilled,
 // mostly where quotients are computed exactly.
-constexpr int kDualBlocks = sizeof(Input::Bits) == 2 ? 5 : 2;
+constexpr int kDualBlocks = sizeof(Input::Bits) == 2 ? 6 : 3;
 
 // Quantize a.x, and store its codes in a.packed and its scales in a.scales and a.tensor_scale, or only its values in
 // a.values if R::kFake. Launch with any number of thread blocks.

@@ -58,11 +58,12 @@ struct block_hifloat4 : hifloat4_scale<false> {};
 struct block_hifloat4_native : hifloat4_scale<true> {};
 
 // The rules of MXFP4: minmax rounds log2(amax / 0.875) down and subtracts 2, and ceil_x rounds log2(amax / 7.25) up.
-// 9.6e-7 is added before the logarithm, so that zeros have one. `divisor` is 0.875 or 7.25. The exponent is 125 at
-// most.
+// 9.6e-7 is added before the logarithm, so that zeros have one. (Any error of a quotient that is not normal is lost in
+// this sum.) `divisor` is 0.875 or 7.25. The exponent is 125 at most.
 template <bool kCeil, class In>
 FP4KIT_DEVICE i32 msmodelslim_exponent(float amax, float divisor) {
-  const float quotient = round_to<In>(amax / divisor), sum = round_to<In>(quotient + round_to<In>(9.6e-7f));
+  const float quotient = round_to<In>(quotient_by(amax, divisor, 1.0f / divisor)),
+              sum = round_to<In>(quotient + round_to<In>(9.6e-7f));
   const i32 exponent = kCeil ? log2_ceil<In>(bits_of(sum)) : log2_floor<In>(bits_of(sum)) - 2;
   return is_finite(sum) ? minimum(exponent, 125) : 125;
 }

@@ -4,17 +4,18 @@
 
 #include "ptx.cuh"
 
-// Return a / divisor in few instructions. `reciprocal` is 1 / divisor, rounded to float32. No step may leave the range
-// of normal numbers. The result may differ from the correctly rounded quotient in its last bits, but two things are
-// certain:
+// Return 1 / d, rounded to float32, in few instructions. d must be between 2^-100 and 2^100. This was checked for all
+// 2^23 significands, with the approximation of each of them that cards give.
+FP4KIT_DEVICE float reciprocal_of(float d) {
+  const float approximate = rcp_approx_ftz(d);
+  return fma_rn(approximate, fma_rn(-d, approximate, 1.0f), approximate);
+}
+
+// Return a / divisor, rounded to float32, in few instructions. `reciprocal` is 1 / divisor, rounded to float32. No step
+// may leave the range of normal numbers. -0 becomes 0.
 //
-//   - For every midpoint between neighboring E2M1 values or small integers, and for the float below 1/4, the result and
-//     the correctly rounded quotient are on the same side of it, or both equal it.
-//   - If the divisor is the largest value of a format, the result equals the correctly rounded quotient.
-//
-// This was checked for all 2^23 significands of divisors and every a within 8 ulp of a midpoint; these stand for any a
-// with 8 bits at most. For divisors 2 - 2^-M times powers of two (M = 0 ... 7), to which the largest values of formats
-// belong, it was checked for every a.
+// Before the last rounding, the result differs from a / divisor by at most 2^-22 ulp. For every divisor, all numbers a
+// whose quotient is that close to the middle between two floats were tried.
 FP4KIT_DEVICE float quotient_by(float a, float divisor, float reciprocal) {
   const float quotient = a * reciprocal;
   return fma_rn(fma_rn(-divisor, quotient, a), reciprocal, quotient);
@@ -62,10 +63,15 @@ FP4KIT_DEVICE bool is_exact_multiplier(float multiplier, float d, u32 unused_bit
 // be the rounded 1 / d. Return NaN if neither `nearest` nor one of its neighbors is such a number, or if quotients by d
 // may leave the range of normal numbers.
 //
-// Usually at most one midpoint has an element next to it. A branch then skips the others.
+// Usually no midpoint has an element next to it, and `nearest` is returned.
 template <bool kBySum = false>
 FP4KIT_DEVICE float exact_multiplier(float d, float nearest, u32 unused_bits) {
   if (!(d > 0x1p-90f && d < 0x1p90f)) return nan_value();
+  u32 least = unused_bits;
+  FP4KIT_UNROLL
+  for (u32 odd = 1; odd < 8; odd += 2)
+    least = minimum(least, (bits_of(d * static_cast<float>(odd)) + 8u) & unused_bits);
+  if (least > 16u) return nearest;  // as is_near_midpoint
   const float candidates[3] = {nearest, float_of(bits_of(nearest) - 1u), float_of(bits_of(nearest) + 1u)};
   bool is_exact[3] = {true, true, true};
   FP4KIT_UNROLL
@@ -77,4 +83,15 @@ FP4KIT_DEVICE float exact_multiplier(float d, float nearest, u32 unused_bits) {
     for (int i = 0; i < 3; ++i) is_exact[i] &= rounds_up(x * candidates[i], odd) == wanted;
   }
   return is_exact[0] ? candidates[0] : is_exact[1] ? candidates[1] : is_exact[2] ? candidates[2] : nan_value();
+}
+
+// Return exact_multiplier<true> in fewer instructions, for d = amax / 6 rounded. The product of a quotient just below 7
+// may be 7.
+//
+// Usually amax is itself an element. If its significand is a multiple of 3, d has few bits, and every element next to a
+// midpoint has a quotient that is a midpoint. It is rounded up, and so is the product with a number two ulp above 1 /
+// d. Otherwise, the only elements next to midpoints are amax / 8 times powers of two. Quotient and product are 3/4.
+FP4KIT_DEVICE float exact_multiplier_of_sixth(float amax, float d, float nearest, u32 unused_bits) {
+  if ((bits_of(amax) & unused_bits) == 0u) return float_of(bits_of(nearest) + 2u);
+  return exact_multiplier<true>(d, nearest, unused_bits);
 }
