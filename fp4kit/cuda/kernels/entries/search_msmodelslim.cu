@@ -140,11 +140,32 @@ extern "C" __global__ void __launch_bounds__(kThreads) search_msmodelslim_kernel
   }
 }
 
+// The bins of a thread block for the fields from `base` on, in which nearly all errors of usual blocks lie. Additions
+// to shared memory do not wait for the other multiprocessors.
+constexpr i32 kNearFields = 32;
+struct NearBins {
+  u64 bins[kCeilXConstants * kNearFields];
+  i32 base;
+};
+
 // Store the amax of each block of a.x in a.block_amax, and add the errors of all constants to a.bins
 // (add_ceil_x_errors). One thread computes one block at a time. Launch with any number of thread blocks.
 extern "C" __global__ void __launch_bounds__(kThreads) ceil_x_errors_kernel(SearchMsmodelslimArguments a) {
-  const i64 count = a.rows * (a.columns / R::kBlock);
-  for (i64 i = first_item(whole_grid()); i < count; i += item_stride(whole_grid())) {
+  __shared__ NearBins window;
+  const i64 count = a.rows * (a.columns / R::kBlock), own = first_item(whole_grid());
+  for (i32 i = threadIdx.x; i < kCeilXConstants * kNearFields; i += kThreads) window.bins[i] = 0u;
+  // The largest field is above that of the errors of a block with the amax of the first one.
+  if (threadIdx.x == 0u && own < count) {
+    const float amax = searched_amax<R, Input, kAligned>(static_cast<const Input::Bits*>(a.x) + own * R::kBlock);
+    window.base = minimum(maximum(2 * static_cast<i32>(bits_of(amax) >> 23) - 150, 0), kCeilXFields - kNearFields);
+  }
+  __syncthreads();
+  const auto add = [&](i32 bin, u64 n) {
+    const i32 field = bin % kCeilXFields - window.base;
+    atomicAdd(field >= 0 && field < kNearFields ? &window.bins[bin / kCeilXFields * kNearFields + field] : a.bins + bin,
+              n);
+  };
+  for (i64 i = own; i < count; i += item_stride(whole_grid())) {
     const auto* x = static_cast<const Input::Bits*>(a.x) + i * R::kBlock;
     const float amax = searched_amax<R, Input, kAligned>(x);
     a.block_amax[i] = amax;
@@ -152,24 +173,39 @@ extern "C" __global__ void __launch_bounds__(kThreads) ceil_x_errors_kernel(Sear
       return searched_error<R, Input, kAligned>(x, power_candidate<R::Element, Input>(exponent));
     };
     const i32 exponent = ceil_x_exponent<Input>(amax, 0), last = ceil_x_exponent<Input>(amax, kCeilXConstants - 1);
-    add_ceil_x_errors<Input>(amax, exponent, ceil_x_count<Input>(amax, exponent), last, error_under,
-                             [&](i32 bin, u64 n) { atomicAdd(a.bins + bin, n); });
+    add_ceil_x_errors<Input>(amax, exponent, ceil_x_count<Input>(amax, exponent), last, error_under, add);
+  }
+  __syncthreads();
+  for (i32 i = threadIdx.x; i < kCeilXConstants * kNearFields; i += kThreads) {
+    const u64 sum = window.bins[i];
+    if (sum) atomicAdd(a.bins + i / kNearFields * kCeilXFields + window.base + i % kNearFields, sum);
   }
 }
 
 // Replace each amax in a.block_amax by one that gives the scale of the block under the best constant. Every thread
 // block finds the constant, the first one with the smallest mean error. Launch with any number of thread blocks.
 extern "C" __global__ void __launch_bounds__(kThreads) ceil_x_kernel(SearchMsmodelslimArguments a) {
+  static_assert(kCeilXFields == kThreads);
+  __shared__ u32 filled[kCeilXFields / 32];  // bit i of word w: some bin of field 32 w + i is not zero
   __shared__ float means[kCeilXConstants];
+  u64 any = 0u;
+  for (i32 i = 0; i < kCeilXConstants; ++i) any |= a.bins[i * kCeilXFields + threadIdx.x];
+  const u32 ballot = __ballot_sync(0xFFFFFFFFu, any != 0u);
+  if (threadIdx.x % 32u == 0u) filled[threadIdx.x / 32u] = ballot;
+  __syncthreads();
   if (threadIdx.x < kCeilXConstants) {
-    double sum = 0.0, power = 0x1p-149;
+    double sum = 0.0;
     u64 bin = 0u;
-    for (i32 field = 0; field < kCeilXFields; ++field) {
-      bin = 0u;
-      for (u32 i = 0; i <= threadIdx.x; ++i) bin += a.bins[i * kCeilXFields + field];
-      if (field < kCeilXFields - 1) sum = sum + static_cast<double>(static_cast<i64>(bin)) * power;
-      power = field ? 2.0 * power : power;
+    for (i32 word = 0; word < kCeilXFields / 32; ++word) {
+      for (u32 rest = filled[word]; rest; rest &= rest - 1u) {
+        const i32 field = 32 * word + 31 - __clz(rest & (~rest + 1u));
+        bin = 0u;
+        for (u32 i = 0; i <= threadIdx.x; ++i) bin += a.bins[i * kCeilXFields + field];
+        const double power = float_of(field > 23 ? static_cast<u32>(field - 23) << 23 : 1u << maximum(field - 1, 0));
+        if (field < kCeilXFields - 1) sum = sum + static_cast<double>(static_cast<i64>(bin)) * power;
+      }
     }
+    if (!(filled[kCeilXFields / 32 - 1] >> 31)) bin = 0u;
     const float mean = round_to<Input>(static_cast<float>(sum) / static_cast<float>(a.rows * a.columns));
     means[threadIdx.x] = bin == 0u && is_finite(mean) ? mean : float_of(kInfinityBits);  // the last bin: infinity, NaN
   }
