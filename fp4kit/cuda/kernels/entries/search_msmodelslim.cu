@@ -162,8 +162,11 @@ extern "C" __global__ void __launch_bounds__(kThreads) ceil_x_errors_kernel(Sear
   __syncthreads();
   const auto add = [&](i32 bin, u64 n) {
     const i32 field = bin % kCeilXFields - window.base;
-    atomicAdd(field >= 0 && field < kNearFields ? &window.bins[bin / kCeilXFields * kNearFields + field] : a.bins + bin,
-              n);
+    if (field >= 0 && field < kNearFields) {
+      atomicAdd(&window.bins[bin / kCeilXFields * kNearFields + field], n);
+    } else {
+      atomicAdd(a.bins + bin, n);
+    }
   };
   for (i64 i = own; i < count; i += item_stride(whole_grid())) {
     const auto* x = static_cast<const Input::Bits*>(a.x) + i * R::kBlock;
