@@ -240,7 +240,10 @@ class Libraries:
         text = program_text(batch, self._sources)
         path = self._folder / f"{hashlib.sha256(text.encode()).hexdigest()[:16]}.so"
         if not path.exists():  # it may be loaded already
-            self._compiler.build(text, path, *sorted({file.parent for file in loader.files(self._sources).values()}))
+            # Another thread may load the library that this thread is writing.
+            new = path.with_suffix(f".{threading.get_ident()}")
+            self._compiler.build(text, new, *sorted({file.parent for file in loader.files(self._sources).values()}))
+            new.rename(path)
         return path
 
     @contextmanager
