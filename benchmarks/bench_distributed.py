@@ -12,8 +12,8 @@ Every rank compares every byte of every matrix with quantize of the whole matrix
 
 Times come from CUDA events on each rank, with a barrier before each step. Each rank takes the median over --repeat
 steps; the largest of these medians is reported. A stage that waits for another rank includes the wait. `step` is the
-whole step without events between its stages; `host` is the time until the call returns. NCCL_NVLS_ENABLE is set to 0,
-so that NVLink multicast stays off.
+whole step, which overlaps cast, gather and place; `host` is the time until the call returns. NCCL_NVLS_ENABLE is set to
+0, so that NVLink multicast stays off.
 """
 
 from __future__ import annotations

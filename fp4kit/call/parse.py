@@ -518,6 +518,12 @@ class Partition(NamedTuple):
         lengths = self.pieces(unit)
         return np.cumsum(lengths, axis=1) - lengths
 
+    def split(self, count: int) -> list[Partition]:
+        """Divide what each process owns into ``count`` parts of equal size, one Partition per part."""
+        total, cut = self.pieces(1).sum(axis=1, keepdims=True), np.arange(count + 1)[:, None, None]
+        edges = self.starts + np.clip(total * cut // count - self.offsets(1), 0, self.pieces(1))
+        return [*map(Partition, edges[:-1], edges[1:])]
+
 
 _PLURALS = {"x": "xs", "grad": "grads"}
 _ARGUMENT = re.compile(r"(x|grad|tensor_amax|block_amax|amax)\b")

@@ -274,11 +274,13 @@ LAUNCHES = {
         "values block_amax tensor_amax | start end rows columns block_at tensor_at", "Input", _PARTIAL_BLOCKS
     ),
     "partial_cast": LaunchRow(
-        "values packed factors tensor_amax | start end columns run_at factor_at tensor_at", "Input", _PARTIAL_BLOCKS
+        "values packed scale_codes block_amax tensor_amax | start end columns run_at code_at block_at tensor_at",
+        "Input",
+        _PARTIAL_BLOCKS,
     ),
-    "partial_place": LaunchRow("from to | start end from_at to_at", "Input", _PARTIAL_BLOCKS),
-    "partial_scales": LaunchRow(
-        "block_amax tensor_amax factors scales tensor_scale | rows columns block_at factor_at scale_at tensor_at",
+    "partial_place": LaunchRow(
+        "from to scale_codes scales tensor_amax tensor_scale | "
+        "start end first last rows columns from_at to_at code_at scale_at tensor_at",
         "Input kLayout",
         _PARTIAL_BLOCKS,
     ),

@@ -1,13 +1,13 @@
 """Quantize matrices that are sharded over several processes: partial_amax, partial_cast and master weights.
 A shard is a range [start, end) of the elements of a flattened matrix, the part that one process holds. A run is 16
-consecutive elements of a row. The kernels compute amaxes of a shard (partial_amax), scales and factors from amaxes
-(partial_scales) and codes of a shard (partial_cast), and copy the codes of other processes (partial_place). For many
+consecutive elements of a row. The kernels compute amaxes of a shard (partial_amax) and its codes and scales
+(partial_cast), and store the codes and scales that all processes have sent in the matrices (partial_place). For many
 matrices, all arrays of one kind are in one buffer; arguments such as block_at say where an array begins in it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -38,14 +38,9 @@ FLOAT32 = np.dtype(np.float32)
 RUN = 16  # elements per run; every row of a matrix consists of whole runs
 
 
-def run_bytes(r: Recipe) -> int:
-    """Return the number of bytes that the packed codes of one run (16 elements) of a recipe take."""
-    return r.element.packing.length(RUN)
-
-
-def partial_arguments(kernel: str, count: int = 1, **fields: Any) -> np.ndarray:
-    """Return a table of a kernel's arguments: an array of `count` structs, one per matrix."""
-    table = np.zeros(count, LAUNCHES[kernel].arguments)
+def partial_arguments(kernel: str, shape: tuple[int, ...] = (1,), **fields: Any) -> np.ndarray:
+    """Return a table of a kernel's arguments: an array of structs, one per shard."""
+    table = np.zeros(shape, LAUNCHES[kernel].arguments)
     for name, value in fields.items():
         table[name] = value if isinstance(value, (int, np.ndarray)) else value.data.ptr
     return table
@@ -64,22 +59,6 @@ def launch_partial(kernel: str, r: Recipe, dtype: np.dtype, table: np.ndarray, w
     row = row_of(kernel, device)
     blocks = grid(_ceil_div(work, row.threads), device, row.limit)
     _partial_function(kernel, r, dtype, kernel, device)((blocks,), (row.threads,), (plain,))
-
-
-def prepare_partial(
-    kernel: str,
-    r: Recipe,
-    dtype: np.dtype,
-    table: np.ndarray,
-    work: np.ndarray,
-    device: int,
-    *held: Any,
-    layout: str = "linear",
-) -> GroupedLaunch:
-    """Return the prepared launch of a partial kernel for all matrices in a table of arguments."""
-    function = _partial_function(kernel, r, dtype, f"grouped_{kernel}", device, layout)
-    pieces, threads = piece_counts(RUN * work, device), row_of(kernel, device).threads
-    return prepare_group(function, table, np.ones(len(table), bool), pieces, held, threads=threads)
 
 
 # ---- checks ----
@@ -109,6 +88,13 @@ def block_span(start: Any, end: Any, columns: Any, r: Recipe) -> tuple[Any, Any]
         return start // width, _ceil_div(end, width)
     wide = columns // width
     return start // columns // height * wide, _ceil_div(_ceil_div(end, columns), height) * wide
+
+
+def blocks_before(start: Any, columns: Any, r: Recipe) -> Any:
+    """Return the number of blocks whose first element comes before element `start` of a flattened matrix."""
+    height, width = r.block or (1, 1)
+    row, column = start // columns, start % columns
+    return _ceil_div(row, height) * (columns // width) + np.where(row % height, 0, _ceil_div(column, width))
 
 
 def run_count(start: Any, end: Any) -> Any:
@@ -166,7 +152,7 @@ def partial_cast(
 ) -> None:
     """Write the codes of a shard into out, the packed codes of a matrix, and change no other code of out."""
     check_matrices([shape], r)
-    cupy, (M, K), end, device = imports.cupy(), shape, start + shard.size, shard.device.id
+    cupy, K, end, device = imports.cupy(), shape[1], start + shard.size, shard.device.id
     with imports.making_current(device):
         block_amax, x = cupy.ascontiguousarray(block_amax), cupy.ascontiguousarray(shard)
         amax = matrix.amax(block_amax) if r.tensor_scaling != "none" and amax is None else amax
@@ -174,17 +160,8 @@ def partial_cast(
             return
         direct = out.flags.c_contiguous and out.data.ptr % 8 == 0
         target = out if direct else out.copy(order="C")
-        # The rows of blocks that contain elements of the shard, and the number of blocks before them.
-        first, last = start // K // r.block_rows, _ceil_div(_ceil_div(end, K), r.block_rows)
-        wide = K // r.block_size
-        factors = cupy.empty((last - first, wide), np.float32)
-        common = {"tensor_amax": 0 if amax is None else amax, "factors": factors, "columns": K}
-        rows = min(last * r.block_rows, M) - first * r.block_rows
-        places = {"block_amax": block_amax, "rows": rows, "block_at": first * wide}
-        table = partial_arguments("partial_scales", **common, **places)
-        launch_partial("partial_scales", r, x.dtype, table, (last - first) * wide, device)
-        places = {"values": x, "packed": target, "start": start, "end": end, "factor_at": -first * wide}
-        table = partial_arguments("partial_cast", **common, **places)
+        places = {"values": x, "packed": target, "block_amax": block_amax, "tensor_amax": 0 if amax is None else amax}
+        table = partial_arguments("partial_cast", **places, start=start, end=end, columns=K)
         launch_partial("partial_cast", r, x.dtype, table, run_count(start, end), device)
         if not direct:
             out[...] = target
@@ -192,6 +169,7 @@ def partial_cast(
 
 ALIGNMENT = 256  # bytes; the part of a buffer that belongs to a matrix begins at a multiple of it
 MAX_PADDING = 1.1  # messages are padded to one length if this takes at most this factor of bytes (_message_sizes)
+CHUNK = 1 << 26  # elements; a process sends its codes in messages of at least this many, to overlap them with the cast
 
 
 class DeviceStages:
@@ -206,7 +184,7 @@ class DeviceStages:
         columnwise: True to also make columnwise copies.
         layout: the layout of the block scales.
 
-    The attributes bits, message, gathered, counts, quantized and columnwise are those of HostStages (host/engine.py).
+    The attributes messages, quantized and columnwise are those of HostStages (host/engine.py).
     """
 
     def __init__(
@@ -226,9 +204,8 @@ class DeviceStages:
         with self.device():
             self._allocate(shapes)
             self.quantized = self._views(shapes, self._packed, self._scales)
-            self._prepare_scales()
+            self._prepare_messages()
             self._prepare_shards()
-            self._prepare_place()
             self._prepare_columnwise(shapes, columnwise)
 
     @staticmethod
@@ -250,18 +227,22 @@ class DeviceStages:
         cupy, r, count = imports.cupy(), self._recipe, len(shapes)
         self._blocks = np.array([np.prod(amax_shape(s, r)) for s in shapes], np.int64)
         self._block_at = np.cumsum(self._blocks) - self._blocks
-        self.bits = cupy.zeros(count + int(self._blocks.sum()), np.uint32)
-        self._tensor_amax, self._block_amax = self.bits[:count].view(np.float32), self.bits[count:].view(np.float32)
+        self._bits = cupy.zeros(count + int(self._blocks.sum()), np.uint32)
+        self._tensor_amax, self._block_amax = self._bits[:count].view(np.float32), self._bits[count:].view(np.float32)
         self._tensor_scale = cupy.zeros(count, np.float32)
-        self._factors = cupy.empty(self._block_amax.size, np.float32)
+        amax = 0 if r.tensor_scaling == "none" else self._tensor_amax
+        self._fields = {"tensor_amax": amax, "tensor_at": np.arange(count), "columns": self._columns}
+        # The entries of _bits that processes share: the amaxes of tensors, and of blocks that may have several owners.
+        starts, ends = self._partition
+        first, last = block_span(starts, starts, np.maximum(self._columns, 1), r)
+        spans = zip(*((edge + count + self._block_at)[starts < ends].tolist() for edge in (first, last)), strict=True)
+        shared = np.unique(np.concatenate([np.arange(count), *(np.arange(*span) for span in spans)]))
+        self._shared, self._shared_bits = cupy.asarray(shared), cupy.zeros(len(shared), np.uint32)
+        self.reduce(lambda bits: bits)  # so that CuPy loads its kernels before cast is captured in a graph
         self._packed_at, size = _offsets([int(np.prod(packed_shape(s, r))) for s in shapes])
         self._packed = cupy.zeros(size, np.uint8)
         self._scale_at, size = _offsets([int(np.prod(padded_shape(scale_shape(s, r), self._layout))) for s in shapes])
         self._scales = cupy.zeros(size, np.uint8)
-        sizes = self._partition.pieces(RUN).sum(axis=1) * run_bytes(r)
-        self.counts = _message_sizes(sizes.tolist())
-        self.message = cupy.zeros(self.counts[self._rank], np.uint8)
-        self.gathered = cupy.zeros(sum(self.counts), np.uint8)
 
     def _views(self, shapes: Sequence[tuple[int, int]], packed: Any, scales: Any, axis: int = -1) -> list[Quantized]:
         """Return one Quantized per matrix."""
@@ -281,65 +262,65 @@ class DeviceStages:
     def _by_dtype(
         self, kernel: str, work: np.ndarray, fields: dict[str, Any], *held: Any, layout: str = "linear"
     ) -> list[GroupedLaunch]:
-        """Prepare a kernel for all matrices, and return its launches: one per dtype of the shards that has work."""
-        table = partial_arguments(kernel, len(work), **fields)
-        launches = []
-        for dtype in sorted(set(self._dtypes), key=str):
-            chosen = np.array([d == dtype for d in self._dtypes]) & (work > 0)
+        """Prepare a kernel for shards of all matrices, and return its launches: one per dtype that has work."""
+        table, row = partial_arguments(kernel, work.shape, **fields).reshape(-1), row_of(kernel, self._device)
+        dtypes, work, launches = self._dtypes * (work.size // len(self._dtypes)), work.reshape(-1), []
+        for dtype in sorted(set(dtypes), key=str):
+            chosen = np.array([d == dtype for d in dtypes]) & (work > 0)
             if chosen.any():
-                arguments = table[chosen], work[chosen], self._device
-                launches.append(prepare_partial(kernel, self._recipe, dtype, *arguments, *held, layout=layout))
+                pieces, aligned = piece_counts(RUN * work[chosen], self._device), np.ones(chosen.sum(), bool)
+                function = _partial_function(kernel, self._recipe, dtype, f"grouped_{kernel}", self._device, layout)
+                launches.append(prepare_group(function, table[chosen], aligned, pieces, held, threads=row.threads))
         return launches
 
-    def _prepare_scales(self) -> None:
-        """Prepare the launches of the scales stage, which compute the scales of all matrices, also of empty ones."""
-        fields = {"block_amax": self._block_amax, "factors": self._factors, "scales": self._scales}
-        if self._recipe.tensor_scaling != "none":
-            fields |= {"tensor_amax": self._tensor_amax, "tensor_scale": self._tensor_scale}
-        places = {"block_at": self._block_at, "factor_at": self._block_at, "scale_at": self._scale_at}
-        places |= {"tensor_at": np.arange(len(self._blocks)), "rows": self._rows, "columns": self._columns}
-        # A matrix without elements also needs a launch, because it has a tensor scale.
-        work = np.maximum(self._blocks, 1)
-        self._run_scales = self._by_dtype("partial_scales", work, fields | places, layout=self._layout)
+    def _prepare_messages(self) -> None:
+        """Allocate the messages, one per chunk, and prepare the launches of the place stage."""
+        # A message holds the codes of a chunk of the shards, then the scale codes of the blocks that begin in it. With
+        # one process, it has no codes, because the cast stage writes them into the matrices.
+        cupy, size, alone = imports.cupy(), self._recipe.element.packing.length(RUN), len(self._partition.starts) == 1
+        longest = int(self._partition.pieces(1).sum(axis=1).max())
+        self._chunks = self._partition.split(1 if alone else max(longest // CHUNK, 1))
+        # With priority, because a cast has more thread blocks than the device can hold.
+        self._side = cupy.cuda.Stream(non_blocking=True, priority=-1)
+        self._events = [[cupy.cuda.Event(disable_timing=True) for _ in range(2)] for _ in self._chunks]
+        self.messages, self._targets, self._run_place = list[tuple[Any, list[int], Any]](), [], []
+        to_at = self._packed_at // size
+        common = {"to": self._packed, "to_at": to_at, "scales": self._scales, "scale_at": self._scale_at}
+        common |= self._fields | {"rows": self._rows, "tensor_scale": self._tensor_scale}
+        for part in self._chunks:
+            blocks = Partition(*(blocks_before(edge, np.maximum(self._columns, 1), self._recipe) for edge in part))
+            codes = part.pieces(RUN).sum(axis=1, keepdims=True) * (0 if alone else size)
+            counts = _message_sizes((codes[:, 0] + blocks.pieces(1).sum(axis=1)).tolist())
+            message, begins = cupy.zeros(counts[self._rank], np.uint8), (np.cumsum(counts) - counts)[:, None]
+            gathered = message if alone else cupy.zeros(sum(counts), np.uint8)
+            self.messages.append((message, counts, gathered))
+            # Minus the index of the first run or block, because kernels count from the start of a matrix.
+            run_at, code_at = part.offsets(RUN) - part.starts // RUN, codes + blocks.offsets(1) - blocks.starts
+            target = (self._packed, to_at) if alone else (message, run_at[self._rank])
+            self._targets.append((*target, message, code_at[self._rank]))
+            fields = common | {"from": 0 if alone else gathered, "from_at": run_at + begins // size}
+            fields |= {"scale_codes": gathered, "code_at": code_at + begins}
+            fields |= {"start": part.starts, "end": part.ends, "first": blocks.starts, "last": blocks.ends}
+            work = np.where(part.starts < part.ends, run_count(*part), 0)
+            work[0] = np.maximum(work[0], 1)  # a matrix without elements also has a tensor scale
+            self._run_place.append(self._by_dtype("partial_place", work, fields, layout=self._layout))
 
     def _prepare_shards(self) -> None:
         """Prepare the launches of the two stages that read the shards: amax and cast."""
-        # With one process, the cast stage writes codes into the matrices themselves; otherwise into `message`.
         starts, ends = self._partition.starts[self._rank], self._partition.ends[self._rank]
-        size = run_bytes(self._recipe)
-        common = {"values": np.array([v.data.ptr for v in self._values], np.uint64), "start": starts, "end": ends}
-        common |= {"columns": self._columns}
-        fields = {"block_amax": self._block_amax, "rows": self._rows, "block_at": self._block_at}
-        if self._recipe.tensor_scaling != "none":
-            common |= {"tensor_amax": self._tensor_amax, "tensor_at": np.arange(len(starts))}
+        values = np.array([(v.data.ptr, v.itemsize) for v in self._values], np.uint64)
+        common = self._fields | {"block_amax": self._block_amax, "block_at": self._block_at}
         first, last = block_span(starts, ends, np.maximum(self._columns, 1), self._recipe)
-        self._run_amax = self._by_dtype(
-            "partial_amax", np.where(starts < ends, last - first, 0), common | fields, self._values
-        )
-        target, run_at = self._packed, self._packed_at // size
-        if len(self._partition.starts) > 1:
-            offsets = self._partition.offsets(RUN)[self._rank]
-            # Minus starts // RUN, because the kernel counts runs from the start of a matrix, not of its shard.
-            target, run_at = self.message, offsets - starts // RUN
-        fields = {"packed": target, "factors": self._factors, "run_at": run_at, "factor_at": self._block_at}
-        work = np.where(starts < ends, run_count(starts, ends), 0)
-        self._run_cast = self._by_dtype("partial_cast", work, common | fields, self._values)
-
-    def _prepare_place(self) -> None:
-        """Set _run_place to the launch of the place stage, or to None if there is one process or no element."""
-        starts, ends = (edge.reshape(-1) for edge in self._partition)
-        chosen = starts < ends
-        self._run_place: GroupedLaunch | None = None
-        if len(self._partition.starts) == 1 or not chosen.any():
-            return
-        begins = np.cumsum(self.counts) - self.counts
-        message_at = begins[:, None] // run_bytes(self._recipe)
-        from_at = (self._partition.offsets(RUN) + message_at).reshape(-1) - starts // RUN
-        to_at = np.tile(self._packed_at // run_bytes(self._recipe), len(self._partition.starts))
-        fields = {"from": self.gathered, "to": self._packed, "start": starts, "end": ends}
-        table = partial_arguments("partial_place", len(starts), **fields, from_at=from_at, to_at=to_at)[chosen]
-        work = run_count(starts, ends)[chosen]
-        self._run_place = prepare_partial("partial_place", self._recipe, self._dtypes[0], table, work, self._device)
+        fields = common | {"values": values[:, 0], "start": starts, "end": ends, "rows": self._rows}
+        self._run_amax = self._by_dtype("partial_amax", np.where(starts < ends, last - first, 0), fields, self._values)
+        self._run_cast = []
+        for part, target in zip(self._chunks, self._targets, strict=True):
+            start, end = part.starts[self._rank], part.ends[self._rank]
+            fields = common | dict(zip(("packed", "run_at", "scale_codes", "code_at"), target, strict=True))
+            address = values[:, 0] + values[:, 1] * (start - starts).astype(np.uint64)
+            fields |= {"values": address, "start": start, "end": end}
+            work = np.where(start < end, run_count(start, end), 0)
+            self._run_cast.append(self._by_dtype("partial_cast", work, fields, self._values))
 
     def _prepare_columnwise(self, shapes: Sequence[tuple[int, int]], columnwise: bool) -> None:
         """Allocate the columnwise copies and prepare the launch of the transpose stage."""
@@ -370,24 +351,38 @@ class DeviceStages:
     # ---- stages
 
     def amax(self) -> None:
-        """Write the tensor amaxes and block amaxes of this process's shards into `bits`."""
-        self.bits.data.memset_async(0, self.bits.nbytes)
+        """Compute the tensor amaxes and block amaxes of this process's shards."""
+        # Only the shared entries need zeros, because the kernel raises them; it stores those of blocks it owns alone.
+        self._shared_bits.data.memset_async(0, self._shared_bits.nbytes)
+        self._bits[self._shared] = self._shared_bits
         _run(self._run_amax)
 
-    def scales(self) -> None:
-        """Compute tensor scales and block scales from the reduced `bits`, and store them in `quantized`."""
-        # NaN amaxes raise no error, because a check would wait for the device.
-        _run(self._run_scales)
+    def reduce(self, all_reduce_max: Callable[[Any], Any]) -> None:
+        """Replace the shared amaxes by their maximum over the group."""
+        self._bits[self._shared] = all_reduce_max(self._bits.take(self._shared, out=self._shared_bits))
 
     def cast(self) -> None:
-        """Write the codes of this process's shards into `message`, or into `quantized` if there is one process."""
-        _run(self._run_cast)
+        """Write the codes and scale codes of this process's shards into the messages."""
+        # NaN amaxes raise no error, because a check would wait for the device.
+        _run(*self._run_cast)
 
     def place(self) -> None:
-        """Copy the codes of all processes from `gathered` into `quantized`."""
-        # With one process, do nothing, because the cast stage has already stored the codes there.
-        if self._run_place is not None:
-            self._run_place()
+        """Store tensor scales, and the codes and scales of the messages of all processes, in `quantized`."""
+        _run(*self._run_place)
+
+    def overlap(self, gather: Callable[..., Any]) -> None:
+        """Run the stages cast, gather and place, and send each message on a second stream while the next is cast."""
+        current = imports.cupy().cuda.get_current_stream()
+        for launches, message, (cast, sent) in zip(self._run_cast, self.messages, self._events, strict=True):
+            _run(launches)
+            current.record(cast)
+            self._side.wait_event(cast)
+            with self._side:
+                gather(*message)
+            self._side.record(sent)
+        for launches, (_, sent) in zip(self._run_place, self._events, strict=True):
+            current.wait_event(sent)
+            _run(launches)
 
     def transpose(self) -> None:
         """Update the columnwise copies of all matrices from `quantized`. Do nothing if there are no copies."""
@@ -395,16 +390,15 @@ class DeviceStages:
             self._run_transpose()
 
 
-def _run(launches: Sequence[GroupedLaunch]) -> None:
+def _run(*groups: Sequence[GroupedLaunch]) -> None:
     """Run launches in order."""
-    for launch in launches:
-        launch()
+    for group in groups:
+        for launch in group:
+            launch()
 
 
 def _message_sizes(sizes: Sequence[int]) -> list[int]:
-    """Return the length of each process's message in bytes, with padding, or [0] if there is only one process."""
-    if len(sizes) == 1:
-        return [0]
+    """Return the length of each process's message in bytes, with padding."""
     padded = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
     longest = max(padded)
     return [longest] * len(sizes) if longest * len(sizes) <= MAX_PADDING * sum(padded) else padded

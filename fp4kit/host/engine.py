@@ -648,11 +648,9 @@ class HostStages:
         run: the function by which operations run on the first host engine that supports them.
 
     Attributes:
-        bits: the bit patterns of float32 amaxes: first the tensor amaxes, then the block amaxes. The processes reduce
-            this array by maximum between the stages amax and scales.
-        message: the bytes of codes that this process sends to the others.
-        gathered: the messages of all processes, one after the other.
-        counts: the length of each process's message, in bytes.
+        messages: the arguments of all_gather for each message that processes exchange between the stages cast and
+            place: (the bytes that this process sends, the length of each process's message in bytes, the array that
+            receives the messages of all processes).
         quantized: the rowwise result of each matrix.
         columnwise: the columnwise copy of each matrix; empty if none is wanted.
     """
@@ -672,14 +670,13 @@ class HostStages:
         self._values, self._shapes, self._recipe, self._partition, self._rank = list(values), shapes, r, partition, rank
         blocks = [amax_shape(shape, r) for shape in shapes]
         ends = np.cumsum([len(shapes), *map(prod, blocks)])
-        self.bits = np.zeros(int(ends[-1]), np.uint32)
-        amaxes = np.split(self.bits.view(np.float32), ends)[1:-1]
+        self._bits = np.zeros(int(ends[-1]), np.uint32)  # of float32: first the tensor amaxes, then the block amaxes
+        amaxes = np.split(self._bits.view(np.float32), ends)[1:-1]
         self._amaxes = [amax.reshape(shape) for amax, shape in zip(amaxes, blocks, strict=True)]
-        self._tensor_amaxes = self.bits[: len(shapes)].view(np.float32)
+        self._tensor_amaxes = self._bits[: len(shapes)].view(np.float32)
         self._unit = r.element.packing.codes  # elements per byte; messages are cut at whole bytes
-        self.counts = partition.pieces(self._unit).sum(axis=1).tolist()
-        self.message = np.zeros(self.counts[rank], np.uint8)
-        self.gathered = np.zeros(sum(self.counts), np.uint8)
+        counts = partition.pieces(self._unit).sum(axis=1).tolist()
+        self.messages = [(np.zeros(counts[rank], np.uint8), counts, np.zeros(sum(counts), np.uint8))]
         self.quantized = []
         for shape, value in zip(shapes, values, strict=True):
             packed = np.zeros(packed_shape(shape, r), np.uint8)
@@ -703,15 +700,18 @@ class HostStages:
 
     @ieee("cast_master_weights")
     def amax(self) -> None:
-        """Write the amaxes of this process's shards into `bits`."""
+        """Compute the amaxes of this process's shards."""
         for t, values, shape, start in self._shards():
             self._amaxes[t][...] = reference.partial_amax(values, shape, start, self._recipe)
             if self._recipe.tensor_scaling == "tensor":
                 self._tensor_amaxes[t] = reference.tensor_amax(values[None], self._recipe)
 
-    @ieee("cast_master_weights")
-    def scales(self) -> None:
-        """Compute tensor scales and block scales from the reduced `bits`, and store them in `quantized`."""
+    def reduce(self, all_reduce_max: Callable[[np.ndarray], np.ndarray]) -> None:
+        """Replace all amaxes by their maximum over the group."""
+        self._bits[...] = all_reduce_max(self._bits)
+
+    def _store_scales(self) -> None:
+        """Compute tensor scales and block scales from the reduced amaxes, and store them in `quantized`."""
         for t, (amax, q) in enumerate(zip(self._amaxes, self.quantized, strict=True)):
             if np.isnan(amax).any() or np.isnan(self._tensor_amaxes[t]):
                 raise ValueError(
@@ -727,14 +727,15 @@ class HostStages:
 
     @ieee("cast_master_weights")
     def cast(self) -> None:
-        """Write the codes of this process's shards into `quantized`, and copy their bytes into `message`."""
-        message_offset = 0
+        """Write all scales and the codes of this process's shards into `quantized`, and the codes into the message."""
+        self._store_scales()
+        ((message, *_),), message_offset = self.messages, 0
         for t, values, shape, start in self._shards():
             packed = self.quantized[t].packed
             amax = None if self._recipe.tensor_scaling == "none" else self._tensor_amaxes[t]
             reference.partial_cast(values, packed, self._amaxes[t], shape, start, self._recipe, amax)
             first, last = start // self._unit, -(-(start + len(values)) // self._unit)
-            self.message[message_offset : message_offset + last - first] = packed.reshape(-1)[first:last]
+            message[message_offset : message_offset + last - first] = packed.reshape(-1)[first:last]
             message_offset += last - first
 
     def transpose(self) -> None:
@@ -749,14 +750,14 @@ class HostStages:
         return replace(q, packed=codes, block_scale=scales, axis=0)
 
     def place(self) -> None:
-        """Copy the codes of the other processes from `gathered` into `quantized`."""
-        offsets = self._partition.offsets(self._unit)
+        """Copy the codes of the other processes from their messages into `quantized`."""
+        offsets, ((_, counts, gathered),) = self._partition.offsets(self._unit), self.messages
         for rank, (starts, ends) in enumerate(zip(*self._partition, strict=True)):
             if rank == self._rank:
                 continue
             for t, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
-                begin = sum(self.counts[:rank]) + int(offsets[rank, t])
-                flat, piece = self.quantized[t].packed.reshape(-1), self.gathered[begin:]
+                begin = sum(counts[:rank]) + int(offsets[rank, t])
+                flat, piece = self.quantized[t].packed.reshape(-1), gathered[begin:]
                 place_codes(flat, piece, start, end, self._unit)
 
 

@@ -1,14 +1,17 @@
 """Quantize weight matrices whose master weights are sharded over the processes of a group.
 
-A shard is a contiguous range of a flattened matrix; it may begin and end anywhere. Six stages run, each for all
+A shard is a contiguous range of a flattened matrix; it may begin and end anywhere. Five stages run, each for all
 matrices at once:
 
-1. amax     compute block amaxes and tensor amaxes of the owned elements; 0 elsewhere
-2. reduce   take their maximum over the group, in one message of float32 bit patterns
-3. scales   compute tensor scales, block scales and factors, the same on every process
-4. cast     write the codes of the owned elements into a message
-5. gather   concatenate the messages of all processes; each 4-bit code is sent once, in half a byte
-6. place    copy the codes from the messages into the matrices
+1. amax     compute block amaxes and tensor amaxes of the owned elements
+2. reduce   take the maximum over the group of those amaxes that processes share, as float32 bit patterns
+3. cast     compute the scales, and write the codes of the owned elements into a message
+4. gather   concatenate the messages of all processes; each 4-bit code is sent once, in half a byte
+5. place    copy the codes from the messages into the matrices
+
+On a GPU, processes share the amaxes of tensors and of blocks that a shard may cut. Scales are sent with the codes, by
+the owner of the block's first element. Large messages are sent in chunks: with NCCL, one chunk is sent while the next
+is cast. On a host, processes share all amaxes, and each computes all scales.
 
 For each matrix, a message holds the bytes (on a host) or the runs of 16 codes (on a GPU) in which the process owns a
 code. If a shard ends inside a byte, both neighbors send that byte, each with its own nibble valid. The place stage
@@ -34,7 +37,7 @@ from fp4kit.call.parse import Partition, check_castable, check_shard, square_blo
 from fp4kit.layouts import check_layout
 from fp4kit.ops.engines import check_master_weights, new_master_weights
 from fp4kit.recipes import Recipe, recipe_of
-from fp4kit.training.communicators import Communicator, check_communicator
+from fp4kit.training.communicators import Communicator, Nccl, check_communicator
 from fp4kit.types import ScaleLayout
 
 _REFUSED = -1  # sent in place of the number of matrices by a process whose shards are invalid
@@ -184,12 +187,15 @@ class MasterWeightsPlan:
     processes.
 
     On a GPU, arrays must be contiguous. Each stage of cast is then one message, or one kernel launch per dtype of the
-    shards. Calling cast does no work per matrix on the host, copies nothing to the host, and does not wait. With Nccl,
-    a CUDA graph can capture it.
+    shards; the stages cast, gather and place divide large shards into chunks. Calling cast does no work per matrix on
+    the host, copies nothing to the host, and does not wait. With Nccl, a CUDA graph can capture it.
 
     Attributes:
-        stages: (name, function) of each stage of cast, in order.
+        stages: (name, function) of each stage of cast, in order. With Nccl on a GPU, cast sends a chunk while it casts
+            the next one; the functions run one stage after the other.
     """
+
+    _work: Any
 
     def __init__(
         self,
@@ -227,6 +233,9 @@ class MasterWeightsPlan:
         self._kinds = [_kind(v) for v in values]
         self._work = new_master_weights(values, shapes, r, partition, comm.rank, columnwise, layout) if shards else None
         self.stages = tuple(self._make_stages(self._work)) if self._work else ()
+        self._calls = [stage for _, stage in self.stages]
+        if comm.size > 1 and isinstance(comm, Nccl) and not on_host:
+            self._calls[2:5] = [lambda: self._work.overlap(comm.all_gather)]
         results = (self._work.quantized, self._work.columnwise) if self._work else ([], [])
         self._result = list(zip(*results, strict=True)) if columnwise else results[0]
 
@@ -260,30 +269,22 @@ class MasterWeightsPlan:
         raises ValueError if a NaN in a shard makes the amax of a block NaN (recipe.amax_nan).
         """
         with nullcontext() if self._work is None else self._work.device():
-            for _, stage in self.stages:
-                stage()
+            for call in self._calls:
+                call()
         return self._result
 
-    def _make_stages(self, work: Any) -> Iterator[tuple[str, Callable[[], None]]]:
+    def _make_stages(self, work: Any) -> Iterator[tuple[str, Callable[[], Any]]]:
         """Yield (name, function) of each stage of cast, in order."""
         alone = self._comm.size == 1
         yield "amax", work.amax
         if not alone:
-            yield "reduce", lambda: _reduce(work.bits, self._comm)
-        yield "scales", work.scales
+            yield "reduce", lambda: work.reduce(self._comm.all_reduce_max)
         yield "cast", work.cast
         if not alone:
-            yield "gather", lambda: self._comm.all_gather(work.message, work.counts, work.gathered)
-            yield "place", work.place
+            yield "gather", lambda: [self._comm.all_gather(*message) for message in work.messages]
+        yield "place", work.place
         if work.columnwise:
             yield "transpose", work.transpose
-
-
-def _reduce(bits: Any, comm: Communicator) -> None:
-    """Replace each entry of ``bits`` by its maximum over the group, in place: the later stages read this array."""
-    reduced = comm.all_reduce_max(bits)
-    if reduced is not bits:
-        bits[...] = reduced
 
 
 def _check_shards(shards: Sequence[Shard], r: Recipe, columnwise: bool) -> tuple[list[Any], list[tuple[int, int]]]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 from itertools import pairwise
+from unittest.mock import patch
 
 import ml_dtypes
 import numpy as np
@@ -14,7 +15,7 @@ from exhaustive import exhaustive
 from hypothesis import given
 from hypothesis import strategies as st
 from on_gpu import ON_GPU, agree, all_or_few, assert_same, blocks, cupy, differing, examples, gpu_only
-from thread_group import run_threads
+from thread_group import ThreadGroup, run_threads
 
 import fp4kit
 from fp4kit import Shard
@@ -115,8 +116,10 @@ def test_amax_of_tall_blocks(name) -> None:
     shapes=st.lists(st.tuples(st.integers(0, 60), st.integers(1, 5)), min_size=1, max_size=3),
     cuts=st.lists(st.floats(0, 1), min_size=9, max_size=9),
     seed=st.integers(0, 99),
+    chunk=st.sampled_from([1 << 26, 1500]),
+    overlapping=st.sampled_from([Nccl, ThreadGroup]),
 )
-def test_any_partition(name, dtypes, size, shapes, cuts, seed) -> None:
+def test_any_partition(name, dtypes, size, shapes, cuts, seed, chunk, overlapping) -> None:
     """cast_master_weights gives the CPU's bytes for any division of matrices among ranks.
 
     Ranks are threads that share the GPU.
@@ -124,12 +127,12 @@ def test_any_partition(name, dtypes, size, shapes, cuts, seed) -> None:
     size: the number of ranks.
     shapes: (rows, blocks per row) of each matrix.
     cuts: where each matrix is divided, as fractions of its elements.
+    chunk: the number of elements per message.
+    overlapping: the class of communicators with which cast overlaps messages.
     """
     rng, block = np.random.default_rng(seed), RECIPES[name].block_size
-    xs = [
-        rng.standard_normal((rows, wide * block)).astype(dtype)
-        for (rows, wide), dtype in zip(shapes, dtypes, strict=False)
-    ]
+    kinds = zip(shapes, dtypes, strict=False)
+    xs = [rng.standard_normal((rows, wide * block)).astype(dtype) for (rows, wide), dtype in kinds]
 
     def work(comm) -> None:
         shards = []
@@ -140,7 +143,8 @@ def test_any_partition(name, dtypes, size, shapes, cuts, seed) -> None:
         for q, x in zip(fp4kit.cast_master_weights(shards, comm, name), xs, strict=True):
             assert_same(q, fp4kit.quantize(x, name))
 
-    run_threads(size, work)
+    with patch("fp4kit.cuda.shards.CHUNK", chunk), patch("fp4kit.training.master_weights.Nccl", overlapping):
+        run_threads(size, work)
 
 
 @pytest.mark.parametrize("name", ["nvfp4-te", "mxfp8-te-2d"])
@@ -151,8 +155,7 @@ def test_layouts_of_scales(name, layout) -> None:
     xs = [rng.standard_normal((rows, wide * block)).astype(np.float32) for rows, wide in ((70, 5), (0, 2), (129, 3))]
 
     def work(comm) -> None:
-        cuts = [x.size // 2 | 1 if x.size else 0 for x in xs]
-        cuts = [(cut, x.size) if comm.rank else (0, cut) for cut, x in zip(cuts, xs, strict=True)]
+        cuts = [(0, min(x.size // 2 | 1, x.size), x.size)[comm.rank :][:2] for x in xs]
         parts = [cupy.asarray(x.reshape(-1)[a:b]) for x, (a, b) in zip(xs, cuts, strict=True)]
         shards = [Shard(v, x.shape, a) for v, x, (a, _) in zip(parts, xs, cuts, strict=True)]
         plan = MasterWeightsPlan(shards, comm, name, scale_layout=layout)
@@ -165,14 +168,11 @@ def test_layouts_of_scales(name, layout) -> None:
 
 def test_plan_columnwise_refresh_and_graph() -> None:
     rng = np.random.default_rng(2)
-    xs = [
-        rng.standard_normal(shape).astype(dtype)
-        for shape, dtype in (((64, 80), np.float32), ((16, 16), np.float32), ((48, 64), np.float16))
-    ]
+    kinds = (((64, 80), np.float32), ((16, 16), np.float32), ((48, 64), np.float16))
+    xs = [rng.standard_normal(shape).astype(dtype) for shape, dtype in kinds]
     mine = [cupy.asarray(x.reshape(-1)) for x in xs]
-    plan = MasterWeightsPlan(
-        [Shard(v, x.shape) for v, x in zip(mine, xs, strict=True)], SingleProcess(), columnwise=True
-    )
+    shards = [Shard(v, x.shape) for v, x in zip(mine, xs, strict=True)]
+    plan = MasterWeightsPlan(shards, SingleProcess(), columnwise=True)
 
     def check(pairs) -> None:
         for (row, column), v, x in zip(pairs, mine, xs, strict=True):
@@ -235,10 +235,7 @@ def cast(out, amax) -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (
-            lambda: cast(cupy.zeros((4, 4), np.uint8), cupy.ones((1, 1), "f4")),
-            "out is uint8 (4, 4); needs uint8 (4, 8)",
-        ),
+        (lambda: cast(cupy.zeros((4, 4), "u1"), cupy.ones((1, 1), "f4")), "out is uint8 (4, 4); needs uint8 (4, 8)"),
         (
             lambda: cast(cupy.zeros((4, 8), np.uint8), cupy.ones((4, 1), "f4")),
             "block_amax is float32 (4, 1); nvfp4-te-2d needs float32 (1, 1)",

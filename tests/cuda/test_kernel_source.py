@@ -62,7 +62,7 @@ BUILDERS = {
 OTHERS = {
     *("ceil_x", "ceil_x_errors"),
     *("amax_columns", "count_changed", "hadamard_columns", "hadamard_rows", "implied_amax", "least_losses", "matmul"),
-    *("matmul_fp4", "matmul_truncate", "pack_codes", "partial_amax", "partial_cast", "partial_place", "partial_scales"),
+    *("matmul_fp4", "matmul_truncate", "pack_codes", "partial_amax", "partial_cast", "partial_place"),
     *("requantize_amax", "requantize_keep", "requantize_range", "rotate", "row_losses", "search", "search_factors"),
     *("search_full", "search_hessian", "search_msmodelslim", "search_quest", "unpack_codes"),
 }

@@ -215,6 +215,7 @@ NOISY_SCALES = call_of(quantize, "mxfp4-mslk-stochastic", F32, rounding="stochas
 FORMATS = call_of(quantize, "if4-fouroversix", F32, tensor_amax=100.0)
 INTEGERS = call_of(dequantize, "if4-fouroversix", F32, tensor_amax=100.0)
 SHARD = call_of(partial, "nvfp4-te-2d", F32)
+TWO = call_of(cast_by_two, "nvfp4-te-2d", F32)
 GROUP_AMAX = call_of(amax_grouped, "nvfp4-te", F32, shape=(3, 37))
 PAIRS = fp4kit.custom_recipe("pairs", MX4, E8M0, 16, scale_rounding="down")
 MULTIPLES = call_of(quantize_searched, "nvfp4-auto-round-opt", F32, tensor_amax=4.0)
@@ -366,7 +367,7 @@ FAULTS: list[tuple[str, str, str, str, Any]] = [
     ("partial.cuh", "a wrong shift", "move_down<2>(", "move_down<1>(", SHARD),
     ("partial_amax.cu", "a row too few", "r < R::kBlockRows", "r < R::kBlockRows - 1", SHARD),
     (
-        *("partial_scales.cu", "a scale row too far", "minimum<i64>(R::kBlockRows, a.rows - row)"),
+        *("partial_place.cu", "a scale row too far", "minimum<i64>(R::kBlockRows, a.rows - row)"),
         *("R::kBlockRows", call_of(master_weights, "nvfp4-te-2d", F32)),
     ),
     (
@@ -438,8 +439,10 @@ FAULTS: list[tuple[str, str, str, str, Any]] = [
     ("matmul_fp4.cu", "-", "store(loaded, step + 1)", "store(loaded, step)", call_of(matmul, "nvfp4-te", unit="sm100")),
     ("matmul_truncate.cu", "-", "start + kDepth + 8", "start + 8", call_of(matmul, "fp8-modelopt", unit="sm90")),
     ("pack_codes.cu", "-", "converted(loaded[k])", "converted(loaded[0])", call_of(pack, "nvfp4-te")),
-    ("partial_cast.cu", "-", "[a.factor_at + cursor.block()]", "[a.factor_at]", SHARD),
-    ("partial_place.cu", "-", "(pair >> 32)", "(pair)", call_of(cast_by_two, "nvfp4-te-2d", F32)),
+    ("partial_cast.cu", "-", "a.block_at + cursor.block())", "a.block_at)", SHARD),
+    ("partial_cast.cu", "another's scale", " && p >= a.start", "", TWO),
+    ("partial_place.cu", "the scales of the first blocks", "[a.code_at + i]", "[a.code_at + i - a.first]", TWO),
+    ("partial_place.cu", "-", "(pair >> 32)", "(pair)", TWO),
     (
         *("quantize_unblocked.cu", "-", "store_tensor_scale(a, rows[k]"),
         *("store_tensor_scale(a, 0", call_of(quantize, "int8-modelopt-channel")),

@@ -273,16 +273,16 @@ def master_weights(place: Place, call: KernelCall) -> list[Any]:
 
 
 def cast_by_two(place: Place, call: KernelCall) -> list[Any]:
-    """Cast the master weights of a matrix that is divided between two processes, one half each.
+    """Cast two matrices that are divided between two processes, inside a block near the middle.
 
     Return the arrays that process 0 gets.
     """
     x = ordinary(6, call.shape, call.dtype)
 
     def cast(comm: ThreadGroup) -> list[Any]:
-        half = x.size // 2
-        shard = Shard(place(x.reshape(-1)[comm.rank * half : (comm.rank + 1) * half]), x.shape, comm.rank * half)
-        return parts(fp4kit.cast_master_weights([shard], comm, call.recipe)[0])
+        start, end = ((0, x.size // 2 + 37), (x.size // 2 + 37, x.size))[comm.rank]
+        shard = Shard(place(x.reshape(-1)[start:end]), x.shape, start)
+        return [part for q in fp4kit.cast_master_weights([shard, shard], comm, call.recipe) for part in parts(q)]
 
     return run_threads(2, cast)[0]
 

@@ -31,8 +31,11 @@ class ThreadGroup:
         Raises:
             threading.BrokenBarrierError: if another rank has failed or does not come within WAIT seconds.
         """
+        wait = np.asarray if isinstance(array, np.ndarray) else type(array).get  # ranks have different streams
+        wait(array)
         self._barrier.wait(WAIT)
         self._slots[self.rank] = array.copy()
+        wait(self._slots[self.rank])
         self._barrier.wait(WAIT)
         return list(self._slots)
 

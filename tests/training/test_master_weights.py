@@ -93,12 +93,8 @@ def test_columnwise_and_plans(size) -> None:
     xs = [rng.standard_normal(shape).astype(np.float32) for shape in ((32, 80), (16, 16), (0, 16), (48, 48))]
 
     def work(comm) -> None:
-        cuts = [(x.size * comm.rank // comm.size | 1, x.size * (comm.rank + 1) // comm.size | 1) for x in xs]
-        cuts = [
-            (a if comm.rank else 0, min(b, x.size) if comm.rank < comm.size - 1 else x.size)
-            for (a, b), x in zip(cuts, xs, strict=True)
-        ]
-        cuts = [(min(a, x.size), b) for (a, b), x in zip(cuts, xs, strict=True)]
+        edges = [[0, *(min(x.size * i // size | 1, x.size) for i in range(1, size)), x.size] for x in xs]
+        cuts = [edge[comm.rank :][:2] for edge in edges]
         mine = [x.reshape(-1)[a:b].copy() for (a, b), x in zip(cuts, xs, strict=True)]
         plan = MasterWeightsPlan(
             [Shard(v, x.shape, a) for v, x, (a, _) in zip(mine, xs, cuts, strict=True)], comm, columnwise=True

@@ -104,6 +104,7 @@ runtime = SimpleNamespace(
 )
 cuda = SimpleNamespace(
     Device=Device,
+    Event=lambda disable_timing: object(),
     Memory=Memory,
     MemoryPointer=MemoryPointer,
     MemoryPool=MemoryPool,

@@ -155,6 +155,11 @@ class ndarray(np.lib.mixins.NDArrayOperatorsMixin):
         """Set every element to `value`."""
         self[...] = value
 
+    def take(self, indices: ndarray, *, out: ndarray) -> ndarray:
+        """Store the elements at `indices` of a 1-d array in `out`, and return `out`."""
+        out[...] = self[indices]
+        return out
+
     def copy(self, order: str = "C") -> ndarray:
         """Return a copy in new memory, in the given memory order of NumPy ("C", "F", "A" or "K")."""
         return _apply(np.array, self, order=order)

@@ -206,7 +206,7 @@ class Stream:
 
     ptr = 0
 
-    def __init__(self, non_blocking: bool = False) -> None:
+    def __init__(self, non_blocking: bool = False, priority: int = 0) -> None:
         self._is_blocking = not non_blocking
 
     def __enter__(self) -> Stream:
@@ -228,6 +228,11 @@ class Stream:
         graph, _graph = _graph, None
         assert graph is not None
         return graph
+
+    def record(self, event: object) -> None:
+        """Do nothing, because all work is done already."""
+
+    wait_event = record
 
     def synchronize(self) -> None:
         """Do nothing, because all work is done already."""

@@ -1,25 +1,27 @@
-// partial_cast: encode the elements of a shard (the part of the flattened matrix that one process holds), and store
-// their codes in the matrix of codes without changing any other bit. A thread takes one run (kRun neighboring elements)
-// of the matrix at a time. R is the recipe, and In is the type of the elements. `a` holds the kernel's arguments, and s
-// is the shard.
+// partial_cast: compute the scales of a shard (the part of the flattened matrix that one process holds) from its
+// amaxes, encode its elements, and store their codes in the matrix of codes without changing any other bit. A thread
+// takes one run (kRun neighboring elements) of the matrix at a time. R is the recipe, and In is the type of the
+// elements. `a` holds the kernel's arguments, and s is the shard.
+#include "block.cuh"
 #include "fast_path.cuh"
 #include "grouped.cuh"
 #include "partial.cuh"
 
 // The arguments of partial_cast_kernel, and of each member of grouped_partial_cast_kernel. Arrays are shared by several
-// matrices; run_at, factor_at and tensor_at are the indices at which this matrix begins.
+// matrices; the fields whose names end in `_at` are the indices at which this matrix begins.
 struct PartialCastArguments {
   const void* values;        // elements [start, end) of the flattened matrix
   u8* packed;                // codes; run i of the matrix is run run_at + i of this array
-  const float* factors;      // the factors of all blocks, starting at factor_at, computed by partial_scales
+  u8* scale_codes;           // output: one per block that begins in the shard, starting at code_at (null: not wanted)
+  const float* block_amax;   // the amaxes of the blocks that the shard touches; block 0 of the matrix is at block_at
   const float* tensor_amax;  // the tensor's amax, at index tensor_at (null without tensor scale)
   i64 start, end;
   i64 columns;  // columns of the matrix
-  i64 run_at, factor_at, tensor_at;
+  i64 run_at, code_at, block_at, tensor_at;
 };
 
-// Return the Factor of a block, by which its elements are scaled. Its first member is `value`, the factor that
-// partial_scales computed. Its second member is encode_scale if R::kThenEncode, otherwise 1 / value if elements are
+// Return the Factor of a block, by which its elements are scaled. Its first member is `value`, the factor that the
+// block rule computed. Its second member is encode_scale if R::kThenEncode, otherwise 1 / value if elements are
 // divided (R::kDivide), otherwise `value`.
 template <class R>
 FP4KIT_DEVICE Factor factor_by(float value, float encode_scale) {
@@ -61,6 +63,8 @@ struct RunCursor {
   }
   // Return the number of the block that contains the current run. Blocks are numbered row by row.
   FP4KIT_DEVICE_MEMBER u32 block() const { return row / R::kBlockRows * (runs / kRuns) + column / kRuns; }
+  // Return whether the current run is the first run of its block.
+  FP4KIT_DEVICE_MEMBER bool begins_block() const { return column % kRuns == 0u && row % R::kBlockRows == 0u; }
   // Move the cursor on by one step: to the run that is `stride` runs after the current one.
   FP4KIT_DEVICE_MEMBER void advance() {
     row += rows_on;
@@ -72,20 +76,24 @@ struct RunCursor {
 };
 
 // Encode this thread's runs of the shard s, and store their codes in a.packed. If the shard contains only a part of a
-// run, only the codes of that part are stored. If kAligned, the runs of the shard begin at multiples of 16 bytes.
+// run, only the codes of that part are stored. The thread that has the first element of a block stores the scale code
+// in a.scale_codes. If kAligned, the runs of the shard begin at multiples of 16 bytes.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void cast_runs(const PartialCastArguments& a, const Shard<In>& s, Grid grid) {
   const u32 last = static_cast<u32>((a.end + kRun - 1) / kRun), stride = static_cast<u32>(item_stride(grid));
-  const float encode_scale =
-      R::kThenEncode ? R::TensorRule::template scale<R, In>(amax_at(a.tensor_amax, a.tensor_at)).encode : 1.0f;
+  const TensorScale t = tensor_scale_of<R, In>(a.tensor_amax + a.tensor_at, 0, 0, 1);
   const Range safe = whole_runs(s.first, s.last), whole = whole_runs(a.start, a.end);
   u32 i = static_cast<u32>(a.start / kRun + first_item(grid));
   RunCursor<R> cursor = RunCursor<R>::from(i, static_cast<u32>(a.columns / kRun), stride);
   for (; i < last; i += stride, cursor.advance()) {
     const i64 p = static_cast<i64>(i) * kRun;
     const Run<In, kRun> run = safe.has(i) ? read_whole<kAligned>(s, p) : read_owned(s, p);
+    const float amax = amax_at(a.block_amax, a.block_at + cursor.block());
+    const u32 code = R::BlockRule::template code<R, In>(amax, t);
+    if (a.scale_codes && cursor.begins_block() && p >= a.start)
+      a.scale_codes[a.code_at + cursor.block()] = static_cast<u8>(code);
     u32 words[kRun * R::Element::kStoredBits / 32];
-    encode_run<R, In>(run, factor_by<R>(a.factors[a.factor_at + cursor.block()], encode_scale), words);
+    encode_run<R, In>(run, factor_by<R>(R::BlockRule::template factor<R, In>(code, amax, t), t.encode), words);
     u8* out = a.packed + (a.run_at + i) * sizeof words;
     if (whole.has(i)) {
       store_words(out, words);
@@ -109,17 +117,18 @@ FP4KIT_DEVICE void partial_cast(const PartialCastArguments& a, Grid grid) {
   }
 }
 
-// Encode the shard a.values with the block factors a.factors, and store its codes in a.packed. The codes of other
-// elements do not change, even if they share a byte with codes of the shard. The kernel is launched last when processes
-// quantize one matrix together, after partial_scales_kernel. A thread takes one run at a time. Launch with any number
-// of thread blocks.
+// Encode the shard a.values with scales computed from a.block_amax and a.tensor_amax, and store its codes in a.packed.
+// The codes of other elements do not change, even if they share a byte with codes of the shard. The kernel is launched
+// last when processes quantize one matrix together. A thread takes one run at a time. Launch with any number of thread
+// blocks.
 extern "C" __global__ void __launch_bounds__(kThreads) partial_cast_kernel(PartialCastArguments a) {
   partial_cast<R, Input>(a, whole_grid());
 }
 
-// For each shard of a group, encode its elements with the block factors `factors`, and store their codes in `packed`.
-// The codes of other elements do not change. The kernel is launched last when processes quantize several matrices
-// together. A thread block takes one piece (part of a shard) at a time. Launch with any number of thread blocks.
+// For each shard of a group, encode its elements with scales computed from block_amax and tensor_amax, and store the
+// codes in `packed` and the scale codes in scale_codes. The codes of other elements do not change. The kernel is
+// launched after the processes that quantize these matrices together have combined their amaxes. A thread block takes
+// one piece (part of a shard) at a time. Launch with any number of thread blocks.
 extern "C" __global__ void __launch_bounds__(kThreads) grouped_partial_cast_kernel(Group<PartialCastArguments> group) {
   for_each_piece(group, [](const PartialCastArguments& a, Grid grid, bool) { partial_cast<R, Input>(a, grid); });
 }

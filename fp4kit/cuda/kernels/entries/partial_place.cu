@@ -1,23 +1,32 @@
-// partial_place: copy codes from the gathered messages of other processes, which have computed them, to the matrices of
-// codes. Only the codes that each sender owns are copied. A thread copies one run (kRun codes) at a time. R may be any
-// recipe with the right number of bits per code. `a` holds the arguments for one sender: its message, the matrix and
-// the elements that it owns.
+// partial_place: copy codes and scale codes from the gathered messages of all processes, which have computed them, to
+// the matrices. Only the codes that each sender owns are copied. A thread copies one run (kRun codes) or the scale of
+// one block at a time. Scales are stored in the layout kLayout, and its padding is not written. The scale of a block of
+// several rows is stored once per row. R is the recipe, and In is the type of the elements. `a` holds the arguments for
+// one sender: its message, the matrix and the elements that it owns.
+#include "block.cuh"
 #include "grouped.cuh"
 #include "partial.cuh"
+#include "scale_layout.cuh"
 
-// The arguments of grouped_partial_place_kernel.
+// The arguments of each member of grouped_partial_place_kernel. Arrays are shared by several matrices.
 struct PartialPlaceArguments {
-  const u8* from;  // the received codes; run i of the matrix is run from_at + i of this array
-  u8* to;          // the codes of the matrices; run i of the matrix becomes run to_at + i
-  i64 start, end;  // elements of the matrix that the sender owns
-  i64 from_at, to_at;
+  const u8* from;            // the received codes; run i of the matrix is run from_at + i of this array (null: none)
+  u8* to;                    // the codes of the matrices; run i of the matrix becomes run to_at + i
+  const u8* scale_codes;     // the received scale codes; that of block i of the matrix is at code_at + i
+  u8* scales;                // output: rows x columns / kBlock scales, starting at index scale_at
+  const float* tensor_amax;  // the tensor's amax, at index tensor_at (null without tensor scale)
+  float* tensor_scale;       // output: the decode scale, at index tensor_at; 1 for recipes without tensor scale
+  i64 start, end;            // elements of the matrix that the sender owns
+  i64 first, last;           // blocks of the matrix that begin in these elements
+  i64 rows, columns;         // rows and columns of the matrix
+  i64 from_at, to_at, code_at, scale_at, tensor_at;
 };
 
 // Copy codes that one process has sent from its message (a.from) to the matrix of codes (a.to): those that `grid`
 // assigns to this thread block. Only the codes of elements a.start ... a.end - 1 of the matrix, which the sender owns,
 // are copied; no other bit changes. A run has kWords words of codes.
 template <int kWords>
-FP4KIT_DEVICE void partial_place(const PartialPlaceArguments& a, Grid grid) {
+FP4KIT_DEVICE void place_codes(const PartialPlaceArguments& a, Grid grid) {
   const u32 last = static_cast<u32>((a.end + kRun - 1) / kRun), stride = static_cast<u32>(item_stride(grid));
   const Range whole = whole_runs(a.start, a.end);
   for (u32 i = static_cast<u32>(a.start / kRun + first_item(grid)); i < last; i += stride) {
@@ -39,12 +48,34 @@ FP4KIT_DEVICE void partial_place(const PartialPlaceArguments& a, Grid grid) {
   }
 }
 
+// Store the scales of those blocks of a matrix that one process has sent and that `grid` assigns to this thread block,
+// and the tensor scale.
+template <class R, class In>
+FP4KIT_DEVICE void place_scales(const PartialPlaceArguments& a, Grid grid) {
+  const i64 wide = a.columns / R::kBlock;
+  if (first_item(grid) == 0)
+    a.tensor_scale[a.tensor_at] = tensor_scale_of<R, In>(a.tensor_amax + a.tensor_at, 0, 0, wide).decode;
+  for (i64 i = a.first + first_item(grid); i < a.last; i += item_stride(grid)) {
+    const u8 code = a.scale_codes[a.code_at + i];
+    if constexpr (R::kBlockRows == 1 && kLayout == ScaleLayout::linear) {
+      a.scales[a.scale_at + i] = code;
+    } else {
+      const i64 block_row = quotient(i, wide, a.last), row = block_row * R::kBlockRows, column = i - block_row * wide;
+      const int rows = static_cast<int>(minimum<i64>(R::kBlockRows, a.rows - row));
+      for (int r = 0; r < rows; ++r) a.scales[a.scale_at + scale_offset<kLayout>(row + r, column, wide)] = code;
+    }
+  }
+}
+
 constexpr int kWords = kRun * R::Element::kStoredBits / 32;  // number of words of codes per run
 
-// For each sender of the group, copy the codes that it owns from its message to its matrix of codes. Other codes do not
-// change. The kernel is launched after the processes have exchanged their codes. A thread block takes one piece at a
-// time. Launch with any number of thread blocks.
+// For each sender of the group, copy the codes and scales that it owns from its message to its matrix, and store the
+// tensor scale. Other codes do not change. The kernel is launched after the processes have exchanged their messages. A
+// thread block takes one piece at a time. Launch with any number of thread blocks.
 extern "C" __global__ void __launch_bounds__(kThreads)
     grouped_partial_place_kernel(Group<PartialPlaceArguments> group) {
-  for_each_piece(group, [](const PartialPlaceArguments& a, Grid grid, bool) { partial_place<kWords>(a, grid); });
+  for_each_piece(group, [](const PartialPlaceArguments& a, Grid grid, bool) {
+    if (a.from && a.start < a.end) place_codes<kWords>(a, grid);
+    place_scales<R, Input>(a, grid);
+  });
 }
