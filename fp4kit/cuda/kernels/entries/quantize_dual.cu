@@ -20,7 +20,7 @@ FP4KIT_DEVICE bool encode_quotients(const Run<In, kRun>& x, float amax, u32 larg
   constexpr u32 kLeast = 57u << 23;  // 2^-70
   const float max = max_of<typename R::Element>();
   const float decode = quotient_by(amax, max, 1.0f / max);
-  if (!(decode > 0x1p-60f && decode < 0x1p16f)) return false;
+  if (!(decode > 0x1p-140f && decode < 0x1p16f)) return false;
   const float encode = reciprocal_of(decode);
   t = {encode, decode, amax};
   Factor f;
