@@ -140,11 +140,12 @@ extern "C" __global__ void __launch_bounds__(kThreads) search_msmodelslim_kernel
   }
 }
 
-// The bins of a thread block for the fields from `base` on, in which nearly all errors of usual blocks lie. Additions
-// to shared memory do not wait for the other multiprocessors.
-constexpr i32 kNearFields = 32;
+// The bins of a thread block for the fields from `base` on, in which nearly all errors of usual blocks lie. A bin is
+// 2^12 high + low, because shared memory has no instruction that adds 64 bits. For each block, at most two significands
+// are added to a bin, so neither part overflows for up to kNearBlocks blocks.
+constexpr i32 kNearFields = 32, kNearBlocks = 1 << 18;
 struct NearBins {
-  u64 bins[kCeilXConstants * kNearFields];
+  u32 low[kCeilXConstants * kNearFields], high[kCeilXConstants * kNearFields];
   i32 base;
 };
 
@@ -153,17 +154,20 @@ struct NearBins {
 extern "C" __global__ void __launch_bounds__(kThreads) ceil_x_errors_kernel(SearchMsmodelslimArguments a) {
   __shared__ NearBins window;
   const i64 count = a.rows * (a.columns / R::kBlock), own = first_item(whole_grid());
-  for (i32 i = threadIdx.x; i < kCeilXConstants * kNearFields; i += kThreads) window.bins[i] = 0u;
+  for (i32 i = threadIdx.x; i < kCeilXConstants * kNearFields; i += kThreads) window.low[i] = window.high[i] = 0u;
   // The largest field is above that of the errors of a block with the amax of the first one.
   if (threadIdx.x == 0u && own < count) {
     const float amax = searched_amax<R, Input, kAligned>(static_cast<const Input::Bits*>(a.x) + own * R::kBlock);
     window.base = minimum(maximum(2 * static_cast<i32>(bits_of(amax) >> 23) - 150, 0), kCeilXFields - kNearFields);
   }
   __syncthreads();
+  const i32 fields = count / gridDim.x < kNearBlocks - kThreads ? kNearFields : 0;
   const auto add = [&](i32 bin, u64 n) {
     const i32 field = bin % kCeilXFields - window.base;
-    if (field >= 0 && field < kNearFields) {
-      atomicAdd(&window.bins[bin / kCeilXFields * kNearFields + field], n);
+    if (field >= 0 && field < fields) {
+      const i32 i = bin / kCeilXFields * kNearFields + field;
+      atomicAdd(&window.low[i], static_cast<u32>(n) & 0xFFFu);
+      atomicAdd(&window.high[i], static_cast<u32>(n >> 12));
     } else {
       atomicAdd(a.bins + bin, n);
     }
@@ -180,7 +184,7 @@ extern "C" __global__ void __launch_bounds__(kThreads) ceil_x_errors_kernel(Sear
   }
   __syncthreads();
   for (i32 i = threadIdx.x; i < kCeilXConstants * kNearFields; i += kThreads) {
-    const u64 sum = window.bins[i];
+    const u64 sum = window.low[i] + (static_cast<u64>(static_cast<i64>(static_cast<i32>(window.high[i]))) << 12);
     if (sum) atomicAdd(a.bins + i / kNearFields * kCeilXFields + window.base + i % kNearFields, sum);
   }
 }
