@@ -183,6 +183,7 @@ class DeviceStages:
         rank: the number of this process.
         columnwise: True to also make columnwise copies.
         layout: the layout of the block scales.
+        in_place: True if the message of this process may be a part of the array that receives those of all.
 
     The attributes messages, quantized and columnwise are those of HostStages (host/engine.py).
     """
@@ -196,9 +197,10 @@ class DeviceStages:
         rank: int,
         columnwise: bool,
         layout: ScaleLayout,
+        in_place: bool,
     ) -> None:
         self._values, self._recipe, self._partition, self._rank = list(values), r, partition, rank
-        self._layout = layout
+        self._layout, self._in_place = layout, in_place
         self._dtypes, self._device = [v.dtype for v in values], values[0].device.id
         self._rows, self._columns = np.array(shapes, np.int64).T
         with self.device():
@@ -291,8 +293,9 @@ class DeviceStages:
             blocks = Partition(*(blocks_before(edge, np.maximum(self._columns, 1), self._recipe) for edge in part))
             codes = part.pieces(RUN).sum(axis=1, keepdims=True) * (0 if alone else size)
             counts = _message_sizes((codes[:, 0] + blocks.pieces(1).sum(axis=1)).tolist())
-            message, begins = cupy.zeros(counts[self._rank], np.uint8), (np.cumsum(counts) - counts)[:, None]
-            gathered = message if alone else cupy.zeros(sum(counts), np.uint8)
+            gathered, begins = cupy.zeros(sum(counts), np.uint8), (np.cumsum(counts) - counts)[:, None]
+            message = gathered[int(begins[self._rank, 0]) :][: counts[self._rank]]
+            message = message if alone or self._in_place else message.copy()
             self.messages.append((message, counts, gathered))
             # Minus the index of the first run or block, because kernels count from the start of a matrix.
             run_at, code_at = part.offsets(RUN) - part.starts // RUN, codes + blocks.offsets(1) - blocks.starts

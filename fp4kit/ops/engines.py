@@ -287,11 +287,13 @@ def check_master_weights(values: list[Any], shapes: list[tuple[int, int]], r: Re
     return False
 
 
-def new_master_weights(values: list[Any], *facts: Any) -> Any:
+def new_master_weights(values: list[Any], *facts: Any, in_place: bool) -> Any:
     """Return the object whose methods compute the steps of cast_master_weights for the shards `values`."""
     # The first shard decides, so `values` must not be empty.
     make: Any = reference.HostStages
-    return _cuda().DeviceStages(values, *facts) if imports.on_device(values[0]) else make(values, *facts, run=run)
+    if imports.on_device(values[0]):
+        return _cuda().DeviceStages(values, *facts, in_place)
+    return make(values, *facts, run=run)
 
 
 def run_call(call: Call, operation: str, key: Key | None, arguments: tuple[Any, ...]) -> Any:

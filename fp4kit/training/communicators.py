@@ -257,8 +257,9 @@ class Nccl:
             return
         self._nccl.groupStart()  # NCCL's allGather needs equal sizes; in a group, sends and receives cannot deadlock
         for peer, size in enumerate(sizes):
-            self._comm.send(source, sizes[self.rank], kind, peer, stream)
-            self._comm.recv(target, size, kind, peer, stream)
+            if (peer, target) != (self.rank, source):  # otherwise in place
+                self._comm.send(source, sizes[self.rank], kind, peer, stream)
+                self._comm.recv(target, size, kind, peer, stream)
             target += size
         self._nccl.groupEnd()
 

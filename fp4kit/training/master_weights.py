@@ -231,10 +231,11 @@ class MasterWeightsPlan:
         starts = [operator.index(s.start) for s in shards]
         partition = exchange_cuts(shapes, dtypes, starts, lengths, r, comm, on_host=on_host)
         self._kinds = [_kind(v) for v in values]
-        self._work = new_master_weights(values, shapes, r, partition, comm.rank, columnwise, layout) if shards else None
+        overlaps, facts = isinstance(comm, Nccl), (shapes, r, partition, comm.rank, columnwise, layout)
+        self._work = new_master_weights(values, *facts, in_place=overlaps) if shards else None
         self.stages = tuple(self._make_stages(self._work)) if self._work else ()
         self._calls = [stage for _, stage in self.stages]
-        if comm.size > 1 and isinstance(comm, Nccl) and not on_host:
+        if comm.size > 1 and overlaps and not on_host:
             self._calls[2:5] = [lambda: self._work.overlap(comm.all_gather)]
         results = (self._work.quantized, self._work.columnwise) if self._work else ([], [])
         self._result = list(zip(*results, strict=True)) if columnwise else results[0]

@@ -82,12 +82,21 @@ def test_nccl_calls_are_on_the_current_stream_and_in_place(nccl) -> None:
         for peer, (at, n) in enumerate(((5000, 4), (5004, 8), (5012, 16), (5028, 0)))
         for call in (("send", 1000, 16, 1, peer, 77), ("recv", at, n, 1, peer, 77))
     ]
+    comm.all_gather(x, [0, 2, 4, 0], device_array(np.uint32, size=6, at=992))  # x is a part of the result
+    others = [
+        call
+        for peer, (at, n) in {0: (992, 0), 1: (992, 8), 3: (1016, 0)}.items()
+        for call in (("send", 1000, 16, 1, peer, 77), ("recv", at, n, 1, peer, 77))
+    ]
     assert nccl.calls == [
         ("init", 4, ID, 2),
         ("allReduce", 1000, 1000, 4, 3, 2, 77),
         ("allGather", 1000, 5000, 16, 1, 77),
         ("groupStart",),
         *sent,
+        ("groupEnd",),
+        ("groupStart",),
+        *others,
         ("groupEnd",),
     ]
 

@@ -1,8 +1,8 @@
 // partial_place: copy codes and scale codes from the gathered messages of all processes, which have computed them, to
 // the matrices. Only the codes that each sender owns are copied. A thread copies one run (kRun codes) or the scale of
-// one block at a time. Scales are stored in the layout kLayout, and its padding is not written. The scale of a block of
-// several rows is stored once per row. R is the recipe, and In is the type of the elements. `a` holds the arguments for
-// one sender: its message, the matrix and the elements that it owns.
+// four blocks at a time. Scales are stored in the layout kLayout, and its padding is not written. The scale of a block
+// of several rows is stored once per row. R is the recipe, and In is the type of the elements. `a` holds the arguments
+// for one sender: its message, the matrix and the elements that it owns.
 #include "block.cuh"
 #include "grouped.cuh"
 #include "partial.cuh"
@@ -48,21 +48,38 @@ FP4KIT_DEVICE void place_codes(const PartialPlaceArguments& a, Grid grid) {
   }
 }
 
+// Store the scales of kCount blocks of a block row, from block i on. kCount is 1, or 4 if the scales of the blocks are
+// contiguous and begin at a multiple of 4 bytes. wide is the number of blocks in a row.
+template <class R, int kCount>
+FP4KIT_DEVICE void place_scales_from(const PartialPlaceArguments& a, i64 i, i64 wide) {
+  const i64 block_row = quotient(i, wide, a.last), row = block_row * R::kBlockRows, column = i - block_row * wide;
+  const int rows = static_cast<int>(minimum<i64>(R::kBlockRows, a.rows - row));
+  u8 codes[kCount];
+#pragma unroll
+  for (int k = 0; k < kCount; ++k) codes[k] = a.scale_codes[a.code_at + i + k];
+  for (int r = 0; r < rows; ++r) {
+    u8* out = a.scales + a.scale_at + scale_offset<kLayout>(row + r, column, wide);
+    if constexpr (kCount == 4) {
+      *reinterpret_cast<u32*>(out) = codes[0] | codes[1] << 8 | codes[2] << 16 | static_cast<u32>(codes[3]) << 24;
+    } else {
+      *out = codes[0];
+    }
+  }
+}
+
 // Store the scales of those blocks of a matrix that one process has sent and that `grid` assigns to this thread block,
-// and the tensor scale.
+// and the tensor scale. A thread takes four blocks at a time.
 template <class R, class In>
 FP4KIT_DEVICE void place_scales(const PartialPlaceArguments& a, Grid grid) {
   const i64 wide = a.columns / R::kBlock;
   if (first_item(grid) == 0)
     a.tensor_scale[a.tensor_at] = tensor_scale_of<R, In>(a.tensor_amax + a.tensor_at, 0, 0, wide).decode;
-  for (i64 i = a.first + first_item(grid); i < a.last; i += item_stride(grid)) {
-    const u8 code = a.scale_codes[a.code_at + i];
-    if constexpr (R::kBlockRows == 1 && kLayout == ScaleLayout::linear) {
-      a.scales[a.scale_at + i] = code;
+  const bool fours = wide % 4 == 0 && a.scale_at % 4 == 0;
+  for (i64 i = a.first / 4 * 4 + 4 * first_item(grid); i < a.last; i += 4 * item_stride(grid)) {
+    if (fours && i >= a.first && i + 4 <= a.last) {
+      place_scales_from<R, 4>(a, i, wide);
     } else {
-      const i64 block_row = quotient(i, wide, a.last), row = block_row * R::kBlockRows, column = i - block_row * wide;
-      const int rows = static_cast<int>(minimum<i64>(R::kBlockRows, a.rows - row));
-      for (int r = 0; r < rows; ++r) a.scales[a.scale_at + scale_offset<kLayout>(row + r, column, wide)] = code;
+      for (i64 k = maximum(i, a.first); k < minimum(i + 4, a.last); ++k) place_scales_from<R, 1>(a, k, wide);
     }
   }
 }
