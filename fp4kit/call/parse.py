@@ -23,7 +23,7 @@ from fp4kit.formats import FLOATS, Codebook, PairedMicroexponents
 from fp4kit.layouts import check_layout, padded_shape
 from fp4kit.quantized.container import Quantized, check_scale_layout, packed_shape, scale_shape, tensor_amax_shape
 from fp4kit.recipes import RECIPES, Recipe, recipe_of
-from fp4kit.recipes.rules import SCALE_STOCHASTICS
+from fp4kit.recipes.rules import FAKE_RULES, SCALE_STOCHASTICS
 from fp4kit.recipes.schema import has_tall_scales, is_simple
 from fp4kit.reference.stochastic import HADAMARD_BLOCK, TE_SIGN_MASK
 from fp4kit.types import Hadamard, RoundingMode, ScaleLayout
@@ -79,7 +79,10 @@ def check_has_codes(op: str, recipe: Recipe) -> None:
         raise ValueError(f"{op}: {recipe.id} is a fake quantizer and has values only; use fp4kit.fake_quantize")
 
 
-SEED_WITHOUT_USE = "seed was given with rounding='nearest', which is deterministic; pass rounding='stochastic'"
+def check_fake_rule(op: str, r: Recipe, rounding: Any) -> None:
+    """Raise ValueError if a recipe with a fake_rule that only rounds to nearest gets another rounding."""
+    if r.fake_rule and not FAKE_RULES[r.fake_rule].stochastic and not is_one_of(rounding, ("nearest",)):
+        raise ValueError(f"{op}: {r.id} rounds to nearest only; got rounding={rounding!r:.60}")
 
 
 class Declined(NotImplementedError):
@@ -213,6 +216,8 @@ def quantize_call(
     call, given = array_call(op, x, recipe, axis, **given, seed=options.seed)
     if has_codes:
         check_codes(call, options.scale_layout)
+    else:
+        check_fake_rule(op, call.recipe, options.rounding)
     block_scale, tensor_scale = given.get("block_scale"), given.get("tensor_scale")
     if block_scale is None and tensor_scale is None:
         call = with_options(call, options, given["seed"])
@@ -307,7 +312,8 @@ def _random_source(call: Call, rounding: str, seed: Any) -> Any:
         raise ValueError(f"{op}: rounding is {rounding!r:.60}; needs 'nearest' or 'stochastic'")
     if rounding == "nearest":
         if seed is not None:
-            raise ValueError(f"{op}: {SEED_WITHOUT_USE}")
+            why = "seed was given with rounding='nearest', which is deterministic"
+            raise ValueError(f"{op}: {why}; pass rounding='stochastic'")
         return None
     is_float = not (r.element.is_integer or isinstance(r.element, Codebook))
     if not is_float or r.four_over_six or not is_simple(r):

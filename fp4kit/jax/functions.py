@@ -21,7 +21,7 @@ from fp4kit.call.parse import QuantizeOptions, backward_call, check_float, each,
 from fp4kit.contract.engines import linear_recipes
 from fp4kit.jax.calls import is_traced, like, outline, traced
 from fp4kit.ops.grouped import check_stack, per_tensor
-from fp4kit.ops.quantize import check_rounding, clip_amax
+from fp4kit.ops.quantize import clip_amax
 from fp4kit.quantized.container import Quantized, check_is_quantized, check_values_dtype
 from fp4kit.quantized.slicing import FACTS, flatten, unflatten
 from fp4kit.recipes import Recipe, recipe_of
@@ -178,7 +178,6 @@ def check_fake(op: str, static: StaticOptions, x: Any, given: TracedOptions) -> 
     # Only shapes and dtypes of arrays are checked, so that the arrays may be traced.
     seed = 0 if getattr(given.seed, "ndim", None) == 0 else outline(given.seed)
     seed = static.seed if seed is None else seed
-    check_rounding(op, static.recipe, static.rounding, seed)
     amaxes = {"tensor_amax": outline(given.tensor_amax), "block_amax": outline(given.block_amax)}
     fake_call(
         op, outline(x), static.recipe, static.axis, QuantizeOptions(rounding=static.rounding, seed=seed), **amaxes

@@ -13,19 +13,14 @@ import numpy as np
 
 from fp4kit.arguments import as_entries, as_flag
 from fp4kit.arrays.imports import import_arrays, is_array
-from fp4kit.arrays.returns import (
-    PlanLibrary,
-    library_of,
-    returns_in_library,
-    returns_in_plan_library,
-    tensor_type,
-)
+from fp4kit.arrays.returns import PlanLibrary, library_of, returns_in_library, returns_in_plan_library, tensor_type
 from fp4kit.call.inputs import clip_amax
 from fp4kit.call.parse import (
     Call,
     QuantizeOptions,
     array_call,
     backward_call,
+    check_fake_rule,
     each,
     fake_call,
     quantize_call,
@@ -43,7 +38,7 @@ from fp4kit.ops.engines import (
     run_group,
     with_threads,
 )
-from fp4kit.ops.quantize import check_rounding, fake_quantize, quantize
+from fp4kit.ops.quantize import fake_quantize, quantize
 from fp4kit.quantized.container import Quantized
 from fp4kit.recipes import Recipe, recipe_of
 from fp4kit.types import Hadamard, RecipeId, RoundingMode, ScaleLayout
@@ -347,7 +342,7 @@ class GroupedPlan:
                 f"{self._op}: hadamard is {self._hadamard!r}, which fake_quantize does not support; make a plan without"
                 " it"
             )
-        check_rounding(self._op, self.recipe, self._options.rounding, self._options.seed)
+        check_fake_rule(self._op, self.recipe, self._options.rounding)
         return list(self._group.fake_quantize(not keep_amax))
 
     @returns_in_plan_library
@@ -496,7 +491,6 @@ def _one_by_one(op: str, single: Any, xs: Any, recipe: Any, axis: int, amaxes: A
     others: tuple[Any, ...] = (recipe, axis, *options[:2])
     parse, named, rest = quantize_call, options._asdict(), [None]
     if single is fake_quantize:
-        check_rounding(op, recipe_of(op, recipe), options.rounding, options.seed)
         parse, named, rest = fake_call, {"rounding": options.rounding, "seed": options.seed}, []
         others = (recipe, axis, options.rounding)
     operation = single.__name__

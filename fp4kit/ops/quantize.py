@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple, overload
 
-from fp4kit.arguments import as_flag, is_one_of
+from fp4kit.arguments import as_flag
 from fp4kit.arrays.imports import on_device
 from fp4kit.arrays.returns import library_of, mark_written, numpy_dtype, returns_in_library
 from fp4kit.call import parse
@@ -21,7 +21,6 @@ from fp4kit.call.inputs import (
 from fp4kit.ops.engines import convert_and_call, find, new_cached_call, run, run_call, run_first, with_threads
 from fp4kit.quantized.container import Quantized, check_quantized, check_values_dtype
 from fp4kit.recipes import Recipe, recipe_of
-from fp4kit.recipes.rules import FAKE_RULES
 from fp4kit.types import Array, ArrayT, Hadamard, RecipeId, RoundingMode, ScaleLayout
 
 
@@ -375,7 +374,6 @@ def fake_quantize(
         if values is not None:
             return values
         key = None if cached else key
-    check_rounding("fake_quantize", recipe_of("fake_quantize", recipe), rounding, seed)
     options = parse.QuantizeOptions(rounding=rounding, seed=seed)
     amaxes = {"tensor_amax": tensor_amax, "block_amax": block_amax}
     return convert_and_call(_fake_quantize, x, recipe, axis, options, key, **amaxes)
@@ -388,16 +386,6 @@ def _fake_quantize(
     """Check the arguments of fake_quantize, and return the fake-quantized x."""
     call = parse.fake_call("fake_quantize", x, recipe, axis, options, **amaxes)
     return run_call(call, "fake_quantize", key, (x, amaxes["tensor_amax"]))
-
-
-def check_rounding(op: str, r: Recipe, rounding: str, seed: Any) -> None:
-    """Raise ValueError if a recipe with a fake_rule that only rounds to nearest gets another rounding, or a seed."""
-    if r.fake_rule is None or FAKE_RULES[r.fake_rule].stochastic:
-        return
-    if not is_one_of(rounding, ("nearest",)):
-        raise ValueError(f"{op}: {r.id} rounds to nearest only; got rounding={rounding!r:.60}")
-    if seed is not None:
-        raise ValueError(f"{op}: {parse.SEED_WITHOUT_USE}")
 
 
 @returns_in_library

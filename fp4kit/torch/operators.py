@@ -23,7 +23,7 @@ from fp4kit.call.inputs import AbstractArray, check_clip_amax
 from fp4kit.call.linear import OP, LinearSettings
 from fp4kit.call.parse import Call, QuantizeOptions, backward_call, each, fake_call, quantize_call
 from fp4kit.formats import FLOATS
-from fp4kit.ops.quantize import check_rounding, clip_amax
+from fp4kit.ops.quantize import clip_amax
 from fp4kit.quantized.container import PARTS, check_values_dtype
 from fp4kit.quantized.slicing import unflatten
 from fp4kit.recipes.table import from_spec, to_spec
@@ -209,7 +209,6 @@ def check_fake(
 ) -> Call:
     """Check the shapes, dtypes and devices of the arguments of fake_quantize, and return the parsed call."""
     r, number = from_spec(recipe), seed_outline(seed)
-    check_rounding(op, r, rounding, number)
     given, amaxes = _outlines(op, x, tensor_amax, block_amax, seed)
     options = QuantizeOptions(rounding=cast(RoundingMode, rounding), seed=number)
     call = fake_call(op, given, r, axis, options, **amaxes)

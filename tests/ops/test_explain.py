@@ -269,6 +269,8 @@ def test_errors_come_before_any_work():
             fp4kit.explain(x, "nvfp4-te", index)
     with pytest.raises(ValueError, match="recipe is an empty sequence; needs at least one recipe"):
         fp4kit.explain(x, [], (0, 0))
+    with pytest.raises(ValueError, match="explain: mxfp4-modelopt-fake rounds to nearest only; got rounding="):
+        fp4kit.explain(x, "mxfp4-modelopt-fake", (0, 0), rounding="stochastic", seed=1)
     with pytest.raises(ValueError, match=r"explain: .*nvfp4"):
         fp4kit.explain(x, "nvfp4-tea", (0, 0))
     with pytest.raises(ValueError, match="explain: axis 1 has length 30"):
