@@ -51,6 +51,8 @@ def why_not(r: Recipe) -> str | None:
         return "a formula of its own for values"
     if r.search:
         return "a search over scales"
+    if r.stochastic_only:
+        return "stochastic rounding only"
     if r.tensor_scaling == "block":
         return "float32 scales per block"
     if isinstance(r.element, IntegerOrFloat):

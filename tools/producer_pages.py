@@ -163,9 +163,10 @@ def _tensor_source(rule: str) -> str:
 def _bytes_of(r: Recipe) -> tuple[np.ndarray, np.ndarray] | None:
     """Quantize the matrix of `_drawn` by a recipe, and return (codes, block scales), so that recipes can be compared.
 
-    Return None if the recipe is a fake quantizer, has no block scales, searches scales, or has blocks of several rows.
+    Return None if the recipe is a fake quantizer, only rounds stochastically, has no block scales, searches scales, or
+    has blocks of several rows.
     """
-    if r.fake_only or r.scale is None or r.search or r.block != (1, r.block_size):
+    if r.fake_only or r.stochastic_only or r.scale is None or r.search or r.block != (1, r.block_size):
         return None
     q = fp4kit.quantize(_drawn(), r)
     return fp4kit.unpack(q.packed) if r.is_packed else q.packed, q.block_scale

@@ -23,8 +23,8 @@ from fp4kit.formats import FLOATS, Codebook, PairedMicroexponents
 from fp4kit.layouts import check_layout, padded_shape
 from fp4kit.quantized.container import Quantized, check_scale_layout, packed_shape, scale_shape, tensor_amax_shape
 from fp4kit.recipes import RECIPES, Recipe, recipe_of
-from fp4kit.recipes.rules import FAKE_RULES, SCALE_STOCHASTICS
-from fp4kit.recipes.schema import has_tall_scales, is_simple
+from fp4kit.recipes.rules import FAKE_RULES
+from fp4kit.recipes.schema import check_nearest, has_tall_scales, is_simple, seeds_of
 from fp4kit.reference.stochastic import HADAMARD_BLOCK, TE_SIGN_MASK
 from fp4kit.types import Hadamard, RoundingMode, ScaleLayout
 
@@ -219,14 +219,13 @@ def quantize_call(
     else:
         check_fake_rule(op, call.recipe, options.rounding)
     block_scale, tensor_scale = given.get("block_scale"), given.get("tensor_scale")
+    call = with_options(call, options, given["seed"])
     if block_scale is None and tensor_scale is None:
-        call = with_options(call, options, given["seed"])
         call = with_amaxes(call, given.get("tensor_amax"), given.get("block_amax"))
     else:
         if not is_simple(call.recipe):
             raise NotImplementedError(f"{op}: {call.recipe.id} does not quantize under given scales; leave them out")
         inputs.check_complete(op, call.recipe, block_scale, tensor_scale)
-        call = with_options(call, options, given["seed"])
         shape, r = call.moved.shape, call.recipe
         block_scale = inputs.parse_block_scale(op, block_scale, shape, r, call.layout)
         tensor_scale = inputs.parse_tensor_amax(op, tensor_scale, shape, r, call.on_device, "tensor_scale")
@@ -273,7 +272,7 @@ def with_amaxes(call: Call, tensor_amax: Any, block_amax: Any) -> Call:
 def with_options(call: Call, options: QuantizeOptions, seed: Any) -> Call:
     """Return a copy of the call with layout, random and mask set from the options. seed: options.seed, imported."""
     rounding: Any = options.rounding
-    is_default = seed is None and type(rounding) is str and rounding == "nearest"
+    is_default = seed is None and type(rounding) is str and rounding == "nearest" and not call.recipe.stochastic_only
     random = None if is_default else _random_source(call, rounding, seed)
     check_hadamard(call.op, options.hadamard)
     if options.hadamard is False:
@@ -314,16 +313,13 @@ def _random_source(call: Call, rounding: str, seed: Any) -> Any:
         if seed is not None:
             why = "seed was given with rounding='nearest', which is deterministic"
             raise ValueError(f"{op}: {why}; pass rounding='stochastic'")
+        check_nearest(op, r)
         return None
     is_float = not (r.element.is_integer or isinstance(r.element, Codebook))
     if not is_float or r.four_over_six or not is_simple(r):
         raise ValueError(f"{op}: {r.id} has no stochastic rounding; it needs float elements and one scale per block")
     if seed is None:
-        numbers = "numbers from 0 to 1 in the shape of x"
-        needed = {"comfyui_nvfp4": f"an int, or {numbers}", "comfyui_nvfp4_cuda": numbers}
-        bytes_too = "an int" + ", or random bytes (uint8, shape of x)" * (r.stochastic not in SCALE_STOCHASTICS)
-        array = needed.get(r.stochastic, bytes_too)
-        raise ValueError(f"{op}: stochastic rounding needs seed: {array}")
+        raise ValueError(f"{op}: stochastic rounding needs seed: {seeds_of(r)}")
     random = inputs.parse_seed(op, seed, call.x, r)
     return random if isinstance(random, int) else np.moveaxis(random, call.axis, -1)
 

@@ -156,7 +156,7 @@ def by_recipe(part: np.ndarray, x: np.ndarray, amaxes: Callable[[Recipe], Sequen
     """Yield the Arithmetic of each listed recipe that gives the values of the first rows of a side without codes."""
     for r in RECIPES.values():
         rows = min(len(x), -(-_PROBE // r.block_rows) * r.block_rows)
-        if x.shape[1] % r.length_multiple or r.rounding == "stochastic":
+        if x.shape[1] % r.length_multiple or r.stochastic_only:
             continue
         for amax in amaxes(r):
             one = Arithmetic(r, amax, ())

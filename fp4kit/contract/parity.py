@@ -465,7 +465,7 @@ class _Check:
         tried = [
             self._arithmetic(side, name, r, group, rows)
             for r in (recipe, recipes[1 - i])
-            if r is not None and side_rows.fits(part, r)
+            if r is not None and not r.stochastic_only and side_rows.fits(part, r)
             for group in groups
         ]
         found = Rows(side.label, part, x, **served)

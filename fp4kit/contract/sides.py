@@ -106,7 +106,11 @@ class InputScale(NamedTuple):
         """Return whether two scales are the same calibration: by ``recipe``, both give one tensor scale."""
         if (self.divides, self.is_amax) == (other.divides, other.is_amax):
             return same(np.asarray(self.value), np.asarray(other.value))
-        if recipe is not None and recipe.tensor_scaling == "tensor" and not recipe.fake_only:
+        if (
+            recipe is not None
+            and recipe.tensor_scaling == "tensor"
+            and not (recipe.fake_only or recipe.stochastic_only)
+        ):
             x = np.ones((recipe.block_rows, recipe.length_multiple), _BFLOAT16)
             a, b = (made(x, *one.operands(recipe, x.dtype)) for one in (self, other))
             return isinstance(a, Quantized) and isinstance(b, Quantized) and same(a.tensor_scale, b.tensor_scale)
@@ -205,6 +209,9 @@ class Side:
         """Raise ValueError if the side has only a contract, and this contract does not determine codes alone."""
         search = self.contract.scale_search
         why = "" if search is None else f"searches block scales ({search})"
+        recipes = (self.contract.weights, *(r for _, r in self.contract.patterns))
+        random = next((r.id for r in recipes if r is not None and r.stochastic_only), None)
+        why = why if random is None else f"rounds weights stochastically ({random})"
         why = "does not know the recipe of weights" if "weights" in self.contract.unknown else why
         if why and self.stored is None and self.function is None:
             raise ValueError(

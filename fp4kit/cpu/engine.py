@@ -227,12 +227,7 @@ def _candidates(amax: np.float32, r: Recipe, terms: specification.SearchTerms) -
 
 FAKE_ELEMENTS = 1 << 22  # fake_quantize holds the codes of this many elements at a time
 _FUNCTIONS = reference.MatrixFunctions(
-    tensor_amax,
-    codec.quantize_matrix,
-    codec.encode_matrix,
-    codec.dequantize_matrix,
-    search_matrix,
-    searched,
+    tensor_amax, codec.quantize_matrix, codec.encode_matrix, codec.dequantize_matrix, search_matrix, searched
 )
 
 
@@ -260,10 +255,9 @@ def _check(call: Call, min_elements: int | None = None) -> None:
     # The sizes are checked first, because the other checks take time.
     if call.x.size < min_elements or call.moved.shape[-1] < MIN_COLUMNS:
         raise Declined("the specification is as fast for so few elements")
-    if codec.kernels_of(call.recipe).own is not None and call.random is not None:
-        raise Declined("the CPU engine has no stochastic rounding for user-defined formats")
-    if call.recipe.stochastic in rules.NOISE_STOCHASTICS and call.random is not None:
-        raise Declined(f"the CPU engine has no stochastic rounding for {call.recipe.id}")
+    is_own, r = codec.kernels_of(call.recipe).own is not None, call.recipe
+    if call.random is not None and (is_own or r.stochastic in rules.NOISE_STOCHASTICS):
+        raise Declined(f"the CPU engine has no stochastic rounding for {r.id}")
     codec.check_array(call.x)
 
 

@@ -347,6 +347,8 @@ def _matrix(dtype: str, arch: str, shape: tuple[int, int], start: int, multiproc
 def _call(op: str, x: _Array, r: Recipe, chosen: dict[str, Any]) -> parse.Call:
     """Return the checked Call of an operation, as fp4kit makes it for an array."""
     axis, layout, rounding, hadamard, given = chosen.values()
+    if r.stochastic_only and "rounding" not in _OPERATIONS[op][1]:
+        rounding = "stochastic"  # so that the call is accepted; its kernel does not round
     seed = AbstractArray(x.shape, FLOAT32) if r.stochastic in COMFYUI_STOCHASTICS else 0
     options = parse.QuantizeOptions(layout, rounding, seed if rounding == "stochastic" else None, hadamard)
     moved, is_searched = x.shape[::-1] if axis == 0 else x.shape, given == "block_amax" and bool(r.search)

@@ -273,9 +273,7 @@ def quantize_static(
     r = recipe_of(OP, recipe)
     name, scale = _given(r, input_scale, input_global_scale)
     (array,) = import_arrays(OP, x=x)
-    parse.quantize_call(
-        OP, array, r, -1, parse.QuantizeOptions(scale_layout)
-    )  # raises the errors of quantize before any work
+    parse.quantize_call(OP, array, r, -1, parse.QuantizeOptions(scale_layout))  # raises errors before any work
     found = static_amax(scale, r, array.dtype, name == "input_global_scale")
     if found != UNKNOWN:
         return quantize(x, r, tensor_amax=float(found), scale_layout=scale_layout)

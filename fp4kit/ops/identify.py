@@ -29,7 +29,6 @@ from fp4kit.ops.transforms import unswizzle
 from fp4kit.quantized.container import NEVER_NAN, Quantized, check_quantized
 from fp4kit.quantized.slicing import box_of
 from fp4kit.recipes import ALL_RECIPES, RECIPES, Recipe, is_simple
-from fp4kit.recipes.rules import NOISE_STOCHASTICS
 from fp4kit.reference import tensor_rules
 from fp4kit.reference.stochastic import HADAMARD_BLOCK, TE_SIGN_MASK, hadamard_blocks
 from fp4kit.types import Hadamard
@@ -476,7 +475,7 @@ def candidates_of(own: Recipe) -> Iterator[Recipe]:
     """Yield the recipes that identify tries for a Quantized whose recipe is `own`."""
     table = (RECIPES if is_simple(own) else ALL_RECIPES).values()
     yield from (r for r in table if _comparable(own, r))
-    if own in table or own.fake_only or own.stochastic in NOISE_STOCHASTICS:
+    if own in table or own.fake_only or own.stochastic_only:
         return
     yield own
     for r in table:
@@ -492,7 +491,7 @@ def candidates_of(own: Recipe) -> Iterator[Recipe]:
 def _comparable(a: Recipe, b: Recipe) -> bool:
     """Return whether the codes and scales of recipe b can be compared byte by byte with those of recipe a."""
     same = a.element == b.element and a.scale == b.scale and a.block_size == b.block_size and a.levels == b.levels
-    makes_codes = not b.fake_only and b.stochastic not in NOISE_STOCHASTICS  # whose producers never round to nearest
+    makes_codes = not (b.fake_only or b.stochastic_only)
     return same and makes_codes and (a.block is None or (b.block or (1, 1))[1] == a.block_size)
 
 

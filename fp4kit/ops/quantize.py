@@ -64,7 +64,8 @@ def quantize(
         scale_layout: "linear", "swizzled_128x4" or "swizzled_8x4" (fp4kit.layouts). Each (M, K/block) matrix is laid
             out by itself.
         rounding: "nearest", which is the recipe's own rounding, or "stochastic", which rounds float elements up or down
-            at random: the nearer of the two values is the more probable one.
+            at random: the nearer of the two values is the more probable one. Recipes whose producer never rounds to
+            nearest (Recipe.stochastic_only) need "stochastic".
         seed: for "stochastic": an int from 0 to 2^64 - 1, or the random bytes, uint8 in the shape of x. An int is the
             key of the Philox4x32-10 stream of reference.stochastic.stream_bytes. The position in the stream is the
             element's index in x with `axis` moved last. The recipes of ComfyUI differ: an int gives the random numbers

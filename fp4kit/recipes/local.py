@@ -181,8 +181,8 @@ def comfy_kitchen() -> Made:
         source="ComfyUI 0.33 comfy/float.py stochastic_round_quantize_nvfp4_by_block",
         exact="codes, scales and decoded values of stochastic rounding on a CPU, with the seed or the random numbers. "
         "For a seed, PyTorch 2.11 draws other numbers in 16 bits than PyTorch 2.13, which was recorded. ComfyUI rounds "
-        "stochastically when it merges a LoRA into a layer. It computes in the dtype of x, also block scales. No "
-        "producer uses this recipe with rounding to nearest",
+        "stochastically when it merges a LoRA into a layer. It computes in the dtype of x, also block scales. For "
+        "rounding to nearest, use nvfp4-comfy-kitchen",
     )
     yield stochastic
     yield variant(
@@ -192,8 +192,7 @@ def comfy_kitchen() -> Made:
         exact="codes, scales and decoded values of stochastic rounding by PyTorch on a GPU (H200), for given random "
         "numbers. Recorded with the PyTorch calls of ComfyUI's function, not with ComfyUI itself. In bfloat16, about "
         "1% of the codes differ from those of nvfp4-comfy-kitchen-stochastic. In float32, "
-        "scales differ, because PyTorch multiplies by rounded reciprocals. No producer uses this recipe with rounding "
-        "to nearest",
+        "scales differ, because PyTorch multiplies by rounded reciprocals",
     )
     yield of_format(
         MXFP8_E4M3,

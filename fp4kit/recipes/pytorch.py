@@ -152,8 +152,8 @@ def mslk() -> Made:
         "stochastic=mslk",
         source="MSLK 2a3c897 quantize_kernels/mx4.py",
         exact="codes and scales of the Triton kernel with mode stochastic on an H100, for the seed. Scales are rounded "
-        "stochastically too. A zero has code 7 (the value 6 times the scale) in about half of all cases. With rounding "
-        "to nearest, the recipe equals mxfp4-mslk",
+        "stochastically too. A zero has code 7 (the value 6 times the scale) in about half of all cases. For rounding "
+        "to nearest, use mxfp4-mslk",
     )
     yield Alias(
         "mxfp4-mslk-floor",

@@ -23,6 +23,7 @@ STOCHASTICS = ("te", "comfy_kitchen_fp8", "comfyui_nvfp4", "comfyui_nvfp4_cuda",
 # engine does not compute them.
 NOISE_STOCHASTICS = ("comfyui_nvfp4", "comfyui_nvfp4_cuda", "mslk")
 COMFYUI_STOCHASTICS = NOISE_STOCHASTICS[:2]
+WITH_NEAREST = ("te", "comfy_kitchen_fp8")  # those of recipes that can also round to nearest
 # These round scales at random too, so they accept only an int as the seed.
 SCALE_STOCHASTICS = ("mslk", "ms_eden")
 
@@ -391,10 +392,7 @@ def _by_codes(rounding: str, *block_rules: str, **fields: tuple[Any, ...]) -> Ma
     return {"block_rule": block_rules, "rounding": (rounding,), "amax_nan": ("propagate",), **fields}
 
 
-_MSMODELSLIM = (
-    *("e8m0_msmodelslim", "e8m0_msmodelslim_ceil_x", "e8m0_msmodelslim_fp8"),
-    "e8m0_msmodelslim_power",
-)
+_MSMODELSLIM = (*("e8m0_msmodelslim", "e8m0_msmodelslim_ceil_x", "e8m0_msmodelslim_fp8"), "e8m0_msmodelslim_power")
 _HIFLOAT4 = {"sign": ("unscaled",), "round_scaled": (False,)}
 _NATIVE = {"sign": ("unscaled",), "round_scaled": (True,)}
 _MX_ELEMENTS = {"element": ("E2M1", "E4M3")}

@@ -114,6 +114,12 @@ _SPECIFIED = (
 )
 # The operations that work for recipes with levels, or with a search of the whole array, that all engines compute
 _WITH_LEVELS = (*_SPECIFIED, "GroupedPlan", "source", "kernels", "tensor_amax")
+# The operations that round to nearest and take no seed
+_TO_NEAREST = (
+    *("requantize", "search_scales", "quantize_static", "quantize_kv", "partial_amax", "partial_cast"),
+    *("cast_master_weights", "engine_keys", "compare_recipes", "FakeQuantSettings", "fake_quantize_model"),
+    *("plot.block", "plot.error_against_scale"),
+)
 # The operations that work for a Quantized with several levels of scales
 _LEVELED = ("dequantize", "Quantized", "equals", "compare", "statistics", "identify", "plot.histogram")
 
@@ -124,12 +130,30 @@ def is_simple(r: Recipe) -> bool:
 
 
 def check_engines(op: str, r: Recipe) -> None:
-    """Raise NotImplementedError if `op` does not support r because of its levels or its rules."""
+    """Raise NotImplementedError or ValueError if `op` does not support r because of its levels or its rules."""
     alone = r.specification_only
     if not is_simple(r) and op not in (_SPECIFIED if alone else _WITH_LEVELS):
         what = f"has {len(r.levels)} levels of scales" if r.levels else "searches a constant for the whole array"
         what = "is computed by the specification alone" if alone else f"{what}, which {op} does not support"
         raise NotImplementedError(f"{op}: {r.id} {what}; needs another recipe, or {', '.join(_SPECIFIED[1:4])}")
+    if op in _TO_NEAREST:
+        check_nearest(op, r)
+
+
+def check_nearest(op: str, r: Recipe) -> None:
+    """Raise ValueError if a recipe has no rounding to nearest."""
+    if r.stochastic_only:
+        function = "fp4kit.fake_quantize" if r.fake_only else "fp4kit.quantize"
+        needed = f"needs rounding='stochastic' and seed, as {function} takes them: {seeds_of(r)}"
+        raise ValueError(f"{op}: rounding is 'nearest', but {r.id} only rounds stochastically; {needed}")
+
+
+def seeds_of(r: Recipe) -> str:
+    """Return which seeds a recipe accepts for stochastic rounding, for an error message."""
+    numbers = "numbers from 0 to 1 in the shape of x"
+    needed = {"comfyui_nvfp4": f"an int, or {numbers}", "comfyui_nvfp4_cuda": numbers}
+    bytes_too = "an int" + ", or random bytes (uint8, shape of x)" * (r.stochastic not in rules.SCALE_STOCHASTICS)
+    return needed.get(r.stochastic, bytes_too)
 
 
 def check_one_level(op: str, r: Recipe) -> None:
@@ -183,7 +207,7 @@ class Recipe:
             as Transformer Engine does. "comfy_kitchen_fp8": as comfy-kitchen does for FP8, in float16. "comfyui_nvfp4",
             "comfyui_nvfp4_cuda": as ComfyUI does for NVFP4 in the dtype of x, on a CPU and on a GPU. "mslk": as MSLK
             does for MXFP4, where block scales are random too. "ms_eden": only block scales are rounded stochastically,
-            by the fake rules of fouroversix's MS-EDEN.
+            by the fake rules of fouroversix's MS-EDEN. All but the first two never round to nearest (stochastic_only).
         repacked: True if codes are recomputed as in auto-round's packing: the decoded values are rounded to the dtype
             of the elements and encoded again. A code can change, for example to that of zero, if its value becomes
             infinite in this dtype or if the scale of its block becomes 0 in it. It cannot be combined with stochastic
@@ -327,6 +351,14 @@ class Recipe:
         """
         has_rules = self.tensor_rule == "msmodelslim" or (self.levels == HIF4_LEVELS and not self.is_custom)
         return bool(self.levels) and not has_rules
+
+    @property
+    def stochastic_only(self) -> bool:
+        """True if the producer never rounds to nearest, so that only rounding="stochastic" with a seed gives its bits.
+
+        It follows from the field stochastic, so it also holds for variants.
+        """
+        return self.stochastic not in rules.WITH_NEAREST
 
     @property
     def cut_multiple(self) -> int:

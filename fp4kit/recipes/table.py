@@ -97,8 +97,8 @@ def recipe(id: str | Recipe) -> Recipe:
 def recipe_of(op: str, id: Any) -> Recipe:
     """Return the recipe with an id or alias; a Recipe is returned unchanged. Case matters.
 
-    Raise TypeError if id is neither a str nor a Recipe, ValueError if no recipe or alias has this id, and
-    NotImplementedError if op does not support the recipe. Every message begins with op, the public function.
+    Raise TypeError if id is neither a str nor a Recipe, ValueError if no recipe or alias has this id, and ValueError
+    or NotImplementedError if op does not support the recipe. Every message begins with op, the public function.
     """
     if isinstance(id, Recipe):
         check_engines(op, id)
@@ -165,8 +165,9 @@ def several(ids: Iterable[str], near: Recipe, own: str = "") -> str:
     """Return up to five ids as text for an error message, followed by the number of ids that were left out.
 
     Ids with the format of the recipe `near` come first, and among them those of the producer `own`. Ids with fewer
-    parts, which hyphens separate, come before longer ids.
+    parts, which hyphens separate, come before longer ids. Ids of recipes without rounding to nearest are left out.
     """
+    ids = (id for id in ids if not RECIPES[id].stochastic_only)
     ordered = sorted(
         ids, key=lambda id: (RECIPES[id].format_name != near.format_name, f"-{own}" not in id, id.count("-"))
     )

@@ -102,8 +102,7 @@ def fouroversix() -> Made:
             exact="values of the Triton kernel on an H100 with rounding='stochastic', for the seed, and with an "
             "identity transform; multiply blocks of 32 elements by the producer's matrix before the call. float32 "
             "elements are truncated to TF32: clear their 13 low bits before the call, and pass the tensor_amax of the "
-            "elements before that. The order in which a GPU adds is not known, and changed no recorded value. With "
-            "'nearest', block scales are rounded to nearest, which the kernel does not offer",
+            "elements before that. The order in which a GPU adds is not known, and changed no recorded value",
         )
     for top, rule in (("6", "e8m0_fouroversix"), ("4", "e8m0_fouroversix_4")):
         yield of_format(

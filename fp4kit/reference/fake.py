@@ -276,9 +276,7 @@ _TOP = np.float32(6.0 / (17 / 16 * 0.93))  # the element value to which the amax
 _SCALE_TOP = np.float32(255.99)  # the block scale of the block with the tensor's amax
 
 
-def ms_eden(
-    x: Array, recipe: Recipe, tensor_amax: Array, amax: Array | None, dtype: Dtype, random: Array | None = None
-) -> Array:
+def ms_eden(x: Array, recipe: Recipe, tensor_amax: Array, amax: Array | None, dtype: Dtype, random: Array) -> Array:
     """Fake-quantize x as MS-EDEN does for NVFP4: q * s * D, computed from left to right.
 
         D = tensor_amax / 255.99 / t, or 1 if tensor_amax is 0,   t = float32(6 / (17/16 * 0.93))
@@ -287,34 +285,30 @@ def ms_eden(
         k = (sum of y * y) / (sum of y * q) over a row of 32 elements, or 1 if the divisor is 0
         s = c * k, rounded to one of the two E4M3 values around it
 
-    The upper value is taken if random < (c * k - lower) / (upper - lower). Without random numbers, s is the nearest
-    E4M3 value. Divisions are those of PTX div.full.f32. Sums add in the order of the elements.
+    The upper value is taken if random < (c * k - lower) / (upper - lower). Divisions are those of PTX div.full.f32.
+    Sums add in the order of the elements.
 
     -0 counts as +0. A zero q is +0 if y is positive, otherwise -0. An infinite or NaN element makes its row of 32
     NaN, and an infinite or NaN tensor_amax makes everything NaN. c * k above 448 gives 448. dtype is not used.
 
-    random: float32 (m, blocks), at least 0 and below 1; None rounds s to nearest.
+    random: float32 (m, blocks), at least 0 and below 1.
     """
     return _ms_eden(x, recipe, tensor_amax, amax, random, integers=False)
 
 
-def ms_eden_if4(
-    x: Array, recipe: Recipe, tensor_amax: Array, amax: Array | None, dtype: Dtype, random: Array | None = None
-) -> Array:
+def ms_eden_if4(x: Array, recipe: Recipe, tensor_amax: Array, amax: Array | None, dtype: Dtype, random: Array) -> Array:
     """Fake-quantize x as MS-EDEN does for IF4: as ms_eden, but a block may be rounded to integers instead of E2M1.
 
     With integers, q is i * float32(6/7), where i is y * float32(7/6), limited to -7 to 7 and rounded to an integer,
     ties to even. A zero i has the sign of y. A block gets integers if its sum of (y - q) * (y - q) is then strictly
     smaller than with E2M1. dtype is not used.
 
-    random: float32 (m, blocks), at least 0 and below 1; None rounds s to nearest.
+    random: float32 (m, blocks), at least 0 and below 1.
     """
     return _ms_eden(x, recipe, tensor_amax, amax, random, integers=True)
 
 
-def _ms_eden(
-    x: Array, recipe: Recipe, tensor_amax: Array, amax: Array | None, random: Array | None, integers: bool
-) -> Array:
+def _ms_eden(x: Array, recipe: Recipe, tensor_amax: Array, amax: Array | None, random: Array, integers: bool) -> Array:
     """Return the result of ms_eden or, if integers is True, of ms_eden_if4."""
     blocks = x.reshape(len(x), -1, recipe.block_size) + ZERO
     amax = amax_of(x, recipe, amax)
@@ -346,12 +340,10 @@ def _sum(terms: Array) -> Array:
     return total
 
 
-def _rounded(scales: Array, random: Array | None) -> Array:
-    """Return float32 scales >= 0 rounded to E4M3: stochastically with random numbers, otherwise to nearest even."""
+def _rounded(scales: Array, random: Array) -> Array:
+    """Return float32 scales >= 0 rounded stochastically to E4M3."""
     codes = encode(scales, E4M3)
     nearest = decode(codes, E4M3)
-    if random is None:
-        return nearest
     below, above = (decode(codes + np.uint8(step), E4M3) for step in (255, 1))
     is_above = nearest > scales
     upper, lower = np.where(is_above, nearest, above), np.where(is_above, below, nearest)

@@ -506,7 +506,7 @@ def test_every_recipe_is_told_from_another_one():
     Otherwise, the result and its setting name the other recipe.
     """
     x = {"w": RNG.standard_normal((16, 256)).astype(ml_dtypes.bfloat16)}
-    for r in RECIPES.values():
+    for r in (r for r in RECIPES.values() if not r.stochastic_only):
         base = fp4kit.recipe("mxfp4-ocp" if r.scale is None or r.scale.name == "E8M0" else "nvfp4-te")
         found = parity(Contract(base), Contract(r), weights=x)
         q = fp4kit.quantize(x["w"], base)

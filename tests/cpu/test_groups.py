@@ -75,7 +75,7 @@ def arrays(dtype: Any) -> list[np.ndarray]:
     return [*xs, ordinary(7, (32, 256), dtype)[:, ::2], np.asfortranarray(ordinary(8, (32, 128), dtype))]
 
 
-@pytest.mark.parametrize("name", every(4, RECIPES))
+@pytest.mark.parametrize("name", every(4, [name for name, r in RECIPES.items() if not r.stochastic_only]))
 def test_a_plan_follows_its_values(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     as_large_ones(monkeypatch)
     xs = [*arrays(np.float32)[:3], *arrays(BF16)[-2:]]

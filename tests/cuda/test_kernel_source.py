@@ -211,13 +211,13 @@ def same(kernel, one):
     assert needed <= passed.keys() <= needed | OPTIONAL, kernel.call
 
 
-CODES = [r for r in RECIPES.values() if not r.fake_only]
+CODES = [r for r in RECIPES.values() if not (r.fake_only or r.stochastic_only)]
 DTYPES = cycle((BF16, F32, F16))
 OWN = fp4kit.custom_recipe("ue5m3", E2M1, UE5M3, 16, scale_rounding="up", tensor_scale=True)
 LARGE = (1024, 1024)  # too many elements for a kernel that computes the amax while it quantizes
 BY_RECIPE = [
     *(call_of(quantize, r, next(DTYPES)) for r in CODES),
-    *(call_of(fake_quantize, r, next(DTYPES)) for r in RECIPES.values() if r.fake_rule),
+    *(call_of(fake_quantize, r, next(DTYPES)) for r in RECIPES.values() if r.fake_rule and not r.stochastic_only),
     *(call_of(dequantize_as_it_was, r, next(DTYPES)) for r in CODES[::4]),
     *(call_of(quantize_with_scales, r, next(DTYPES)) for r in CODES[::8]),
     *(call_of(quantize, r, F32, axis=0) for r in CODES[1::8] if r.block_size <= 64),

@@ -13,7 +13,7 @@ from host import cupy_on_host as cupy
 from host.cache import shared
 from host.instantiations import Instantiation
 from host.libraries import recorded
-from inputs import BF16
+from inputs import BF16, seeded
 from kernel_calls import F16, F32, KINDS, KernelCall, call_of, dequantize, fake_quantize, quantize, search_amaxes
 from own_formats import UE5M3
 
@@ -29,7 +29,7 @@ from fp4kit.recipes import RECIPES
 OLDEST = "sm_75"
 OTHERS = ("sm_80", "sm_86", "sm_89", "sm_103a", "sm_120a")
 # Recipes with a search are left out: they launch a search kernel and then a kernel of one of these recipes.
-WITH_CODES = [r for r in RECIPES.values() if not r.fake_only and not r.search]
+WITH_CODES = [r for r in RECIPES.values() if not (r.fake_only or r.search or r.stochastic_only)]
 RARE = seldom()  # their rules are those of other recipes
 DTYPES = dict(zip(WITH_CODES, cycle((BF16, F32, F16)), strict=False))
 ALL = [call_of(quantize, r, dtype) for r, dtype in DTYPES.items()] + [call_of(dequantize, r) for r in WITH_CODES[::3]]
@@ -40,7 +40,8 @@ OWN += [fp4kit.custom_recipe("pairs", MX4, E8M0, 16)]
 ALL += [call_of(operation, r) for r in OWN for operation in (quantize, dequantize)] + [
     call_of(search_amaxes, r) for r in OWN[2:]
 ]
-ALL += [call_of(fake_quantize, r, dtype) for r in RECIPES.values() if r.fake_rule for dtype in (BF16, F32)]
+WITH_RULE = [r for r in RECIPES.values() if r.fake_rule]
+ALL += [call_of(fake_quantize, r, dtype, **seeded(r, None)) for r in WITH_RULE for dtype in (BF16, F32)]
 
 
 @pytest.fixture(scope="module", autouse=True)

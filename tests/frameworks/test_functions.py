@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from exhaustive import every_row, exhaustive, half
 from frameworks import Jax, Torch
-from inputs import BF16, NAMES, STOCHASTIC, ordinary
+from inputs import BF16, STOCHASTIC, ordinary, seeded
 from tensors import to_torch
 
 import fp4kit
@@ -45,17 +45,28 @@ def test_every_recipe(lib, name, axis, dtype):
     """The forward result, both kinds of gradient, codes and values equal those of calls on NumPy arrays."""
     f = lib.functions
     x, grad = ordinary(1, (128, 128), dtype), ordinary(3, (128, 128), dtype)
-    if name in NAMES:
-        expected = fp4kit.quantize(x, name, axis=axis)
+    how = {"axis": axis, **seeded(name, x)}
+    own = {key: lib.seed(value) if isinstance(value, np.ndarray) else value for key, value in how.items()}
+    if not RECIPES[name].fake_only:
+        expected = fp4kit.quantize(x, name, **how)
         for way in lib.ways:
-            q = way(lambda x: f.quantize(x, name, axis=axis))(lib.array(x))
+            q = way(lambda x: f.quantize(x, name, **own))(lib.array(x))
             same_quantized(lib, q, expected)
             assert_same_bits(lib.host(way(f.dequantize)(q)), fp4kit.dequantize(expected))
-    values = fp4kit.fake_quantize(x, name, axis=axis)
+    values = fp4kit.fake_quantize(x, name, **how)
     for through in (True, False) if isinstance(lib, Torch) else (False,):
-        y, g = lib.vjp(lambda w, p=through: f.fake_quantize(w, name, axis=axis, pass_through=p), x, grad)
+        y, g = lib.vjp(lambda w, p=through: f.fake_quantize(w, name, pass_through=p, **own), x, grad)
         assert_same_bits(y, values)
         assert_same_bits(g, fp4kit.fake_quantize_backward(grad, x, name, axis=axis, pass_through=through))
+
+
+def test_recipes_that_only_round_stochastically_need_a_seed(lib):
+    f, x = lib.functions, lib.array(X)
+    for r in (r for r in RECIPES.values() if r.stochastic_only):
+        coded = [partial(f.quantize, x, r.id), partial(f.linear, x, x, r, r)] * (not r.fake_only)
+        for call in (partial(f.fake_quantize, x, r), partial(f.fake_quantize_grouped, [x], r), *coded):
+            with pytest.raises(ValueError, match=f"rounding is 'nearest', but {r.id} only rounds stochastically"):
+                call()
 
 
 SEEDED = [(name,) for name in STOCHASTIC]

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import ml_dtypes
 import numpy as np
 import pytest
-from inputs import BF16, INPUTS, NAMES, ORDINARY
+from inputs import BF16, INPUTS, NAMES, ORDINARY, SEEDED, seeded
 from together import together
 
 import fp4kit
@@ -153,7 +153,7 @@ VARIANT = replace(RECIPES["mxfp4-ocp"], id="mxfp4-mine", block=(1, 16), source="
 
 def quantized(x, name, **options):
     with np.errstate(all="ignore"):
-        return fp4kit.quantize(x, name, **options)
+        return fp4kit.quantize(x, name, **seeded(name, x), **options)
 
 
 def values(q):
@@ -320,7 +320,7 @@ def everything():
 
     Some have NaN, one tensor scale per expert, no amax, blocks along axis 0, a variant of a recipe, or no rows.
     """
-    for name in NAMES:
+    for name in (*NAMES, *SEEDED):
         yield quantized(INPUTS["nonfinite"], name)
     for layout in SCALE_LAYOUTS:
         yield fp4kit.quantize(ORDINARY[:100], "nvfp4-te", scale_layout=layout)

@@ -547,11 +547,6 @@ def test_other_operations(name, dtype):
     assert not fp4kit.identify(fp4kit.quantize(finite, name, **options), finite).variations
 
 
-def test_mslk_rounds_to_nearest_as_mxfp4_mslk():
-    x = rows_of_mslk(np.float16, (16, 64))
-    assert_same_bits(fp4kit.quantize(x, NAME_MSLK).packed, fp4kit.quantize(x, "mxfp4-mslk").packed)
-
-
 @pytest.mark.parametrize("index", [(0, 0), (5, 63), (7, 20)], ids=str)
 def test_explained_codes(index):
     """The code that explain shows is the code of quantize, also in later rows and blocks."""

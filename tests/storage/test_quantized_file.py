@@ -12,7 +12,7 @@ from dataclasses import fields, replace
 import ml_dtypes
 import numpy as np
 import pytest
-from inputs import BF16, INPUTS, NAMES, ORDINARY
+from inputs import BF16, INPUTS, NAMES, ORDINARY, SEEDED, seeded
 from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 from together import together
@@ -40,7 +40,7 @@ VARIANTS = {
 
 def quantized(x, name, **options):
     with np.errstate(all="ignore"):
-        return fp4kit.quantize(x, name, **options)
+        return fp4kit.quantize(x, name, **seeded(name, x), **options)
 
 
 def round_trip(path, arrays):
@@ -62,7 +62,7 @@ def test_every_recipe(tmp_path):
     The arrays have ordinary and unusual numbers, blocks along both axes, and an amax or none.
     """
     arrays = {}
-    for name in NAMES:
+    for name in (*NAMES, *SEEDED):
         for kind in ("ordinary", "nonfinite", "bf16", "f16"):
             arrays[f"{name}/{kind}"] = quantized(INPUTS[kind], name)
         arrays[f"{name}/columns"] = quantized(ORDINARY, name, axis=0)

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
+from inputs import seeded
 
 import fp4kit
 from fp4kit.recipes import RECIPES
@@ -20,29 +21,33 @@ def everything(name: str, x: np.ndarray) -> Iterator[object]:
     """
     r = RECIPES[name]
     part = np.ascontiguousarray(x[:16])
+    takes_int = r.stochastic != "comfyui_nvfp4_cuda"  # as functions that round several arrays need
     for a in (x, part):
-        yield fp4kit.fake_quantize(a, name)
+        how = seeded(r, a)
+        yield fp4kit.fake_quantize(a, name, **how)
         yield fp4kit.amax(a, name)
         yield fp4kit.fake_quantize_backward(a, a, name, pass_through=False)
-        yield from fp4kit.fake_quantize_grouped([a, a[:2]], name)
+        yield from fp4kit.fake_quantize_grouped([a, a[:2]], name, **how) if takes_int else ()
     yield fp4kit.fake_quantize_backward(part, part, name, amax=1e-39, pass_through=False)
     yield from (fp4kit.amax(part), fp4kit.amax(part, axis=1))
     yield from (fp4kit.hadamard(part, 64, seed=2), fp4kit.hadamard(x, 32, axis=0, inverse=True))
     yield fp4kit.rotate(part, np.roll(np.eye(8, dtype=np.float32), 3, 0), signs=fp4kit.random_signs(8, 1))
-    yield from (a for a in fp4kit.GroupedPlan([part, x], name).amax() if a is not None)
+    plan = fp4kit.GroupedPlan([part, x], name, **how) if takes_int else None
+    yield from (a for a in plan.amax() if a is not None) if plan else ()
     if r.fake_only:
         return
     for a in (x, part):
-        q = fp4kit.quantize(a, name)
+        how = seeded(r, a)
+        q = fp4kit.quantize(a, name, **how)
         yield q
         yield from (fp4kit.dequantize(q, dtype) for dtype in (None, np.float32, np.float16))
-        yield from fp4kit.quantize_grouped([a, a[:2]], name)
+        yield from fp4kit.quantize_grouped([a, a[:2]], name, **how) if takes_int else ()
     yield from options(name, part)
-    if 32 % r.length_multiple == 0:
-        yield from fp4kit.quantize_both(x, name)
-    yield from shards(name, part)
+    if 32 % r.length_multiple == 0 and takes_int:
+        yield from fp4kit.quantize_both(x, name, **how)
+    yield from () if how else shards(name, part)
     yield from searches(name, x)
-    yield from readers(fp4kit.quantize(part, name), part)
+    yield from readers(q, part)
 
 
 def options(name: str, x: np.ndarray) -> Iterator[object]:
@@ -51,13 +56,12 @@ def options(name: str, x: np.ndarray) -> Iterator[object]:
     The options are stochastic rounding, the Hadamard transform, and a given tensor amax.
     """
     r = RECIPES[name]
-    if not r.element.is_integer and not r.four_over_six:
-        is_numbers = r.stochastic == "comfyui_nvfp4_cuda"  # it accepts no seed
-        seed = np.full(x.shape, 0.75, np.float32) if is_numbers else 3
-        yield fp4kit.quantize(x, name, rounding="stochastic", seed=seed)
-    yield fp4kit.quantize(x, name, hadamard=True)
+    how = seeded(r, x)
+    if not (how or r.element.is_integer or r.four_over_six):
+        yield fp4kit.quantize(x, name, rounding="stochastic", seed=3)
+    yield fp4kit.quantize(x, name, hadamard=True, **how)
     if r.tensor_scaling == "tensor":
-        yield from (fp4kit.quantize(x, name, tensor_amax=amax) for amax in (2e-39, 0, 1e300))
+        yield from (fp4kit.quantize(x, name, tensor_amax=amax, **how) for amax in (2e-39, 0, 1e300))
 
 
 def searches(name: str, x: np.ndarray) -> Iterator[object]:

@@ -8,11 +8,11 @@ from dataclasses import replace
 import ml_dtypes
 import numpy as np
 
+import fp4kit
 from fp4kit.evidence.testing import adversarial_blocks
 from fp4kit.formats import E2M1, E2M3, E3M2, E4M3, E5M2, IF4, INT4
 from fp4kit.layouts import unpacked
 from fp4kit.recipes import RECIPES
-from fp4kit.recipes.rules import NOISE_STOCHASTICS
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
 ML_DTYPES = {  # element format -> the same format in ml_dtypes
@@ -22,15 +22,18 @@ ML_DTYPES = {  # element format -> the same format in ml_dtypes
     E4M3: ml_dtypes.float8_e4m3fn,
     E5M2: ml_dtypes.float8_e5m2,
 }
-NAMES = [r.id for r in RECIPES.values() if not r.fake_only]
+NAMES = [r.id for r in RECIPES.values() if not (r.fake_only or r.stochastic_only)]  # recipes with codes, without a seed
 # Recipes that round stochastically by random bytes
-STOCHASTIC = [
-    name
-    for name in NAMES
-    if not RECIPES[name].element.is_integer
-    and not RECIPES[name].four_over_six
-    and RECIPES[name].stochastic not in NOISE_STOCHASTICS
-]
+STOCHASTIC = [name for name in NAMES if not (RECIPES[name].element.is_integer or RECIPES[name].four_over_six)]
+SEEDED = [r.id for r in RECIPES.values() if r.stochastic_only and not r.fake_only]  # recipes with codes for a seed
+
+
+def seeded(recipe, x, seed=7):
+    """Return rounding and seed for calls with x; {} for a recipe that rounds to nearest."""
+    r = fp4kit.recipe(recipe) if isinstance(recipe, str) else recipe
+    if r.stochastic == "comfyui_nvfp4_cuda":  # it accepts no int
+        seed = np.random.default_rng(seed).random(x.shape, np.float32)
+    return {"rounding": "stochastic", "seed": seed} if r.stochastic_only else {}
 
 
 def ordinary(seed=0, shape=(128, 128), dtype=np.float32):

@@ -778,6 +778,9 @@ def test_errors_leave_the_model_as_it_was():
         ft.fake_quantize_model(model, "nvfp4-te", input_amaxes=Collector())
     with pytest.raises(ValueError, match=r"1 of 3 layers were not measured: down_proj"):
         ft.fake_quantize_model(model, "nvfp4-te", activations="nvfp4-te", input_amaxes={"up_proj": 1})
+    for wrong in ({"recipe": "mxfp4-mslk-stochastic"}, {"recipe": "mxfp4", "activations": "if4-fouroversix-ms-eden"}):
+        with pytest.raises(ValueError, match=r"^fake_quantize_model: rounding is 'nearest', but .* only rounds "):
+            ft.fake_quantize_model(model, **wrong)
     with pytest.raises(TypeError, match=r"input_amaxes is list; needs a Collector, or a dict of layer -> amax"):
         ft.fake_quantize_model(model, "nvfp4-te", activations="nvfp4-te", input_amaxes=[1])
     for amax, error, text in (

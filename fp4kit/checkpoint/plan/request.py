@@ -30,7 +30,6 @@ from fp4kit.checkpoint.selection.selection import PRESETS, Wishes, check_diffuse
 from fp4kit.contract.engines import Serving, serving_of
 from fp4kit.formats import FLT_MAX, FLT_MIN
 from fp4kit.recipes import RECIPES, Recipe, recipe, several
-from fp4kit.recipes.rules import NOISE_STOCHASTICS
 from fp4kit.recipes.table import as_data
 from fp4kit.storage.files import CheckpointError, shown
 from fp4kit.storage.gguf_file import bytes_of_text
@@ -405,11 +404,7 @@ class Request:
     )
     scheme: str | None = option(
         None,
-        flag(
-            "--scheme",
-            "with --engine: the formats of weights and activations, such as nvfp4-w4a4",
-            metavar="SCHEME",
-        ),
+        flag("--scheme", "with --engine: the formats of weights and activations, such as nvfp4-w4a4", metavar="SCHEME"),
     )
     made_by: str = ""
     chosen: str = ""
@@ -487,7 +482,7 @@ class Request:
             yield is_namesake and (name, "differs from fp4kit's recipe of this id; give it an id of its own")
             instead = plain if plain in RECIPES else "another recipe"
             text = f"is for stochastic rounding, but convert rounds to nearest; use {instead}"
-            yield one.stochastic in NOISE_STOCHASTICS and not self.codes and (name, text)
+            yield one.stochastic_only and not (one.fake_only or self.codes) and (name, text)
         patterns = [pattern for pattern, _ in self.recipes]
         named = [f"--recipe {shown(pattern)}=..." for pattern in patterns]
         for name, pattern in zip(named, patterns, strict=True):

@@ -259,6 +259,8 @@ def _job(
             return None, "no recipe is recorded; give one with --recipe"
         if form is None or not form.stores(recipe):
             return None, f"{form} cannot store {recipe.id}; give the right recipe with --recipe"
+        if recipe.stochastic_only:
+            return None, f"{recipe.id} only rounds stochastically, and the seed of its codes is not known"
         lacks = settings.search is None or settings.search.lacks((stored.name, origin.weight))
         if settings.weighted and ScaleSearch.supports(recipe) and lacks:
             return None, _WITHOUT_WEIGHTS

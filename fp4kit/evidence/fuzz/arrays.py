@@ -404,6 +404,7 @@ VALUES: dict[str, Callable[..., np.ndarray]] = {
     "weights": _weights,
     "hessians": _hessians,
     "ones": lambda rng, shape, dtype: np.ones(shape, dtype),
+    "numbers": lambda rng, shape, dtype: rng.random(shape, np.float32).astype(dtype),
     **OPERANDS,
 }
 

@@ -18,7 +18,7 @@ from fp4kit.evidence.fuzz.recipes import Picks, Pool, Variant, draw_variant
 from fp4kit.formats import E2M1, E4M3, E8M0
 from fp4kit.quantized.container import scale_shape, tensor_amax_shape
 from fp4kit.recipes import Recipe, is_simple
-from fp4kit.recipes.rules import FAKE_RULES, NOISE_STOCHASTICS, SCALE_STOCHASTICS
+from fp4kit.recipes.rules import FAKE_RULES
 from fp4kit.units import ENGINE_ORDERS, UNITS, DotAdd, IntegerAdd, Unit
 
 # {dtype of an operand that is an array: the format of its codes, or "" if it has 16 or 32 bits}
@@ -297,7 +297,7 @@ class DrawnOptions:
 
     seed: int = 0
     layout: str = "linear"
-    rounding: str = "nearest"  # "seed" or "bytes": stochastic, with a seed or an array of random bytes
+    rounding: str = "nearest"  # "seed", "bytes" or "numbers": stochastic, with a seed, or an array of random numbers
     hadamard: Any = False
     tensor_amax: str = ""  # "number", or an array as the recipe needs it: "array", or "column" with a further axis
     block_amax: bool = False
@@ -405,15 +405,16 @@ class Draw(Picks):
         fake_rule = r.fake_rule if operation in ("fake_quantize", "fake_quantize_grouped") else None
         roundable = rounded and not (r.element.is_integer or r.four_over_six)
         stochastic = roundable and not (fake_rule and FAKE_RULES[fake_rule].stochastic == "") and self.chance(0.25)
-        seeded = operation in _SEEDED or r.stochastic in (*NOISE_STOCHASTICS, *SCALE_STOCHASTICS)
+        seeded = operation in _SEEDED
         roundings = [kind for kind in self.pool.roundings if kind in (("seed",) if seeded else ("seed", "bytes"))]
-        if r.stochastic == "comfyui_nvfp4_cuda":  # it accepts no seed
-            roundings = []
+        rounding = self.pick(roundings) if stochastic and roundings else "nearest"
+        if r.stochastic_only:
+            rounding = "numbers" if r.stochastic == "comfyui_nvfp4_cuda" else "seed"
         amaxes, is_square = ("number", "array", "column"), r.block is not None and r.block[0] == r.block[1] > 1
         found = DrawnOptions(
             seed=self.seed(),
             layout=self.pick(self.pool.layouts) if has_layout else "linear",
-            rounding=self.pick(roundings) if stochastic and roundings else "nearest",
+            rounding=rounding,
             hadamard=self.pick(self.pool.hadamard) if coded and self.chance(0.3) and not r.nan_sign else False,
             tensor_amax=self.pick(amaxes) if r.tensor_scaling != "none" and self.chance(0.4) else "",
             block_amax=r.static and rounded and operation != "quantize_both" and self.chance(0.6),
@@ -477,10 +478,13 @@ _SEEDED = ("quantize_both", "quantize_grouped", "fake_quantize_grouped", "plan")
 _MATRICES = ("quantize_both", "transpose", "swizzle", "swizzle_bytes", "decode")
 _BOTH_WAYS = ("quantize_both", "transpose")
 _ROWS = ("quantize_both", "pack", "swizzle_bytes", *FLATTENED)
+_TO_NEAREST = ("requantize", "transpose", "search_scales", *FLATTENED)  # these round without a seed
 
 
 def _supports(operation: str, r: Recipe) -> bool:
     if (r.fake_only and operation not in VALUES_ONLY) or (not is_simple(r) and operation not in LEVELED):
+        return False
+    if operation in (*_TO_NEAREST, *_SEEDED * (r.stochastic == "comfyui_nvfp4_cuda")) and r.stochastic_only:
         return False
     if operation in FLATTENED:
         return r.block is not None and r.tensor_scaling in ("none", "tensor") and not (r.four_over_six or r.search)

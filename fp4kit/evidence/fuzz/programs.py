@@ -121,8 +121,8 @@ def _rounding_options(p: Program, case: DrawnCase) -> dict[str, Any]:
         return {"seed": 5}
     if o.rounding == "nearest":
         return {}
-    is_bytes = o.rounding == "bytes"
-    seed = p.make("random", _auxiliary("bytes", "uint8", case.x.shape, o.seed + 7)) if is_bytes else o.seed
+    dtype = {"bytes": "uint8", "numbers": "float32"}.get(o.rounding)
+    seed = p.make("random", _auxiliary(o.rounding, dtype, case.x.shape, o.seed + 7)) if dtype else o.seed
     return {"rounding": "stochastic", "seed": seed}
 
 

@@ -213,7 +213,7 @@ CHANGES: dict[str, Sequence[Any]] = {
     "block_rule": [*map(_with_block_rule, [*E4M3_RULES, *E8M0_RULES])],
     "tensor_rule": (*TENSOR_RULES, *UNSCALED_TENSOR_RULES),
     "round_scaled": FLAGS,
-    "stochastic": tuple(rules.STOCHASTICS),
+    "stochastic": rules.WITH_NEAREST,
     "repacked": FLAGS,
     "nan_is_max": FLAGS,
     "nan_sign": FLAGS,

@@ -506,7 +506,7 @@ def agreeing(dtype: Any) -> tuple[tuple[str, ...], ...]:
 
 def _agreeing(data: list[np.ndarray]) -> Iterator[tuple[str, ...]]:
     """Yield groups of two or more recipe ids that give the same bytes on all arrays of ``data``."""
-    groups = [[r for r in RECIPES.values() if not r.fake_only and r.scale is not None and not r.search]]
+    groups = [[r for r in RECIPES.values() if not (r.fake_only or r.stochastic_only or r.scale is None or r.search)]]
     order = {r.id: i for i, r in enumerate(groups[0])}
     for x in data:
         groups = [part for group in groups for part in _parts(group, x) if len(part) > 1]

@@ -38,7 +38,7 @@ from fp4kit.quantized.container import Quantized
 from fp4kit.recipes import RECIPES
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
-NAMES = [r.id for r in RECIPES.values() if not r.fake_only and r.scale is not None]
+NAMES = [r.id for r in RECIPES.values() if not (r.fake_only or r.stochastic_only) and r.scale is not None]
 TESTED = (
     "nvfp4-te",
     "nvfp4-modelopt",

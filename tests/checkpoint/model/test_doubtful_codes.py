@@ -19,6 +19,7 @@ import pytest
 import synthetic
 from changed_bytes import change
 from exhaustive import half
+from inputs import seeded
 from synthetic import refused
 from together import together
 
@@ -96,7 +97,7 @@ def encoded(name: str, x: Floats) -> tuple[Container, Bytes, Bytes]:
     """Return the container that stores a recipe, and the codes and block scales of weights as it stores them."""
     form = form_of(RECIPES[name])
     assert form is not None
-    q = fp4kit.quantize(x.astype(ml_dtypes.bfloat16), name)
+    q = fp4kit.quantize(x.astype(ml_dtypes.bfloat16), name, **seeded(name, x))
     return form, np.asarray(q.packed).reshape(len(x), -1), np.asarray(q.block_scale).reshape(len(x), -1)
 
 

@@ -166,12 +166,13 @@ REFUSED: list[tuple[str | None, dict[str, Any], str]] = [  # recipe, options, pa
             ("mxfp4-mslk-stochastic", "mxfp4-mslk"),
         )
     ),
+    ("if4-fouroversix-ms-eden", {}, "recipe if4-fouroversix-ms-eden: cannot be stored in a checkpoint; use one of"),
     *(
         (recipe, {}, f"recipe {recipe}: is for GGUF files; end the name of DST in .gguf, which writes one, or use one")
         for recipe in ("nvfp4-gguf", "nvfp4-torchao-single")
     ),
     ("nvfp4-te", {"format": "mlx"}, "; use one of nvfp4-mlx-cpu, nvfp4-mlx-metal, "),
-    ("mxfp4-ocp", {"format": "comfy"}, "; use one of nvfp4-comfy-kitchen, "),
+    ("nvfp4-gguf", {"format": "comfy"}, "; use one of nvfp4-comfy-kitchen, nvfp4-comfy-kitchen-static, nvfp4-te, "),
 ]
 
 

@@ -390,6 +390,8 @@ def test_recipe(tmp_path: Path) -> None:
     assert not verify(model, source, "nvfp4-modelopt").clean
     other = [issue.text for issue in verify(model, source, "mxfp4-ocp").issues]
     assert any("modelopt NVFP4 cannot store mxfp4-ocp; give the right recipe with --recipe" in text for text in other)
+    random = [issue.text for issue in verify(model, source, "nvfp4-comfy-kitchen-stochastic").issues]
+    assert any("only rounds stochastically, and the seed of its codes is not known" in text for text in random)
     (model / MANIFEST).unlink()
     assert verify(model, source).recipe == "nvfp4-te"
     edit(model / "config.json", lambda c: c["quantization_config"].pop("fp4kit"))

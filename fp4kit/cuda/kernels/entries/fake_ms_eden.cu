@@ -1,8 +1,8 @@
 // fake_ms_eden: fake-quantize a matrix as fouroversix's MS-EDEN does, for NVFP4 and for IF4 (reference/fake.py). A
 // unit is R::kUnit neighboring elements (several blocks), whose scales are multiplied by a common correction. The
-// corrected scales are then rounded, stochastically if R::kStochastic. R is the recipe, In is the type of the elements
-// of x, and kAligned is true if all rows of x and of the values begin at multiples of 16 bytes. `a` holds the kernel's
-// arguments: the arrays, their sizes and the seed.
+// corrected scales are then rounded stochastically. R is the recipe, In is the type of the elements of x, and kAligned
+// is true if all rows of x and of the values begin at multiples of 16 bytes. `a` holds the kernel's arguments: the
+// arrays, their sizes and the seed.
 //
 // A thread processes a whole unit. Few callers use MS-EDEN, so the kernel is not tuned.
 #include "amax.cuh"
@@ -26,15 +26,13 @@ FP4KIT_DEVICE float eden_tensor_scale(float amax) {
   return amax == 0.0f ? 1.0f : divide_full(divide_full(amax, kEdenScaleTop), kEdenTop);
 }
 
-// Return the E4M3 value to which a corrected block scale >= 0 is rounded. If R::kStochastic, let d be the relative
-// distance of the scale from the E4M3 value below it: 0 at that value, 1 at the value above. The result is the value
-// above if `random` < d, and otherwise the value below. If rounding is not stochastic, the result is the nearest value.
-// Scales above 448 give 448, and NaN gives NaN.
+// Return the E4M3 value to which a corrected block scale >= 0 is rounded. Let d be the relative distance of the scale
+// from the E4M3 value below it: 0 at that value, 1 at the value above. The result is the value above if `random` < d,
+// and otherwise the value below. Scales above 448 give 448, and NaN gives NaN.
 template <class R>
 FP4KIT_DEVICE float eden_rounded(float scale, float random) {
   const u32 code = encode_scale<R>(scale);
   const float nearest = decode_scale<R>(code);
-  if constexpr (!R::kStochastic) return nearest;
   const bool is_above = nearest > scale;
   const float upper = is_above ? nearest : decode_scale<R>((code + 1u) & 0xFFu),
               lower = is_above ? decode_scale<R>(code - 1u) : nearest;
@@ -70,8 +68,8 @@ FP4KIT_DEVICE void eden_elements(const float (&y)[R::kBlock], float (&q)[R::kBlo
 }
 
 // Fake-quantize unit number `unit` of the matrix a.x, and store its values in a.values, rounded to In. The amax of each
-// block is read from a.block_amax if R::kStatic and that array is given, and otherwise computed. Stochastic rounding
-// generates its random numbers from a.seed.
+// block is read from a.block_amax if R::kStatic and that array is given, and otherwise computed. The random numbers are
+// generated from a.seed.
 template <class R, class In, bool kAligned>
 FP4KIT_DEVICE void eden_unit(const QuantizeArguments& a, i64 unit) {
   constexpr int kBlocks = R::kUnit / R::kBlock;
@@ -105,8 +103,7 @@ FP4KIT_DEVICE void eden_unit(const QuantizeArguments& a, i64 unit) {
 #pragma unroll
   for (int b = 0; b < kBlocks; ++b) {
     const i64 first = start + b * R::kBlock;
-    const float random =
-        R::kStochastic ? triton_rand(a.seed, static_cast<u32>((a.counter * 16 + first) / R::kBlock)) : 0.0f;
+    const float random = triton_rand(a.seed, static_cast<u32>((a.counter * 16 + first) / R::kBlock));
     const float scale = eden_rounded<R>(scales[b] * correction, random);
 #pragma unroll
     for (int j = 0; j < R::kBlock; j += kEdenRun) {
