@@ -478,7 +478,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """
     args = parser().parse_args(arguments)
     whole = not (args.only or args.quick or args.recipes)
-    args.recipes, args.repeat = args.recipes or fp4kit.recipes(), 3 if args.quick else args.repeat
+    to_nearest = [id for id in fp4kit.recipes() if not fp4kit.recipe(id).stochastic_only]
+    args.recipes, args.repeat = args.recipes or to_nearest, 3 if args.quick else args.repeat
     output = args.output or (HERE / "results" if whole else None)
     quiet = args.no_peers or (args.only and not {"recipes", "operations"} & set(args.only))
     peers = None if quiet else Peers(args.peers, args.size, fp4kit.num_threads(), args.quick)

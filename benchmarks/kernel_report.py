@@ -130,7 +130,7 @@ def kernels() -> Iterator[ReportedKernel]:
     dtypes and options, for dequantize, amax, shards and layouts.
     """
     for r in RECIPES.values():
-        if not r.fake_only and find_kernel(request_of(r, BF16)) is not None:
+        if not (r.fake_only or r.stochastic_only) and find_kernel(request_of(r, BF16)) is not None:
             yield quantize_kernel(r, BF16)
         if r.four_over_six:
             yield table_kernel(r)
