@@ -371,10 +371,7 @@ def test_arithmetic_of_a_quantized(name):
         ARITHMETIC[name](fp4kit.quantize(ROWS, "nvfp4"))
 
 
-MODULE = {
-    "FakeQuantSettings": "it is in fp4kit.torch, after import fp4kit.torch",
-    "pad": "it is fp4kit.layouts.pad",
-}
+MODULE = {"FakeQuantSettings": "it is in fp4kit.torch, after import fp4kit.torch", "pad": "it is fp4kit.layouts.pad"}
 
 
 def in_a_new_process(*lines):

@@ -21,19 +21,10 @@ from fp4kit.cli import main
 from fp4kit.cli.conversion_summary import _error_lines, summary_of
 
 TARGETS = (
-    ("nvfp4-te", "modelopt"),
-    ("nvfp4-te", "compressed-tensors"),
-    ("mxfp4-ocp", "compressed-tensors"),
-    ("mxfp4-ocp", "gpt-oss"),
-    ("mxfp4-ocp", "deepseek-v4"),
-    ("mxfp4-ocp", "mlx"),
-    ("mxfp8-te", "modelopt"),
-    ("mxfp8-te", "sglang-mxfp8"),
-    ("fp8-modelopt", "modelopt"),
-    ("fp8-transformers-block", "fp8"),
-    ("fp8-transformers-block", "compressed-tensors"),
-    ("nvfp4-comfy-kitchen", "comfy"),
-    ("nvfp4-te", "bf16"),
+    *(("nvfp4-te", "modelopt"), ("nvfp4-te", "compressed-tensors"), ("mxfp4-ocp", "compressed-tensors")),
+    *(("mxfp4-ocp", "gpt-oss"), ("mxfp4-ocp", "deepseek-v4"), ("mxfp4-ocp", "mlx"), ("mxfp8-te", "modelopt")),
+    *(("mxfp8-te", "sglang-mxfp8"), ("fp8-modelopt", "modelopt"), ("fp8-transformers-block", "fp8")),
+    *(("fp8-transformers-block", "compressed-tensors"), ("nvfp4-comfy-kitchen", "comfy"), ("nvfp4-te", "bf16")),
 )
 # Layers to convert: all; one layer of a fused one is left out; one expert alone; one part of each expert is left out.
 KEPT = ((), ("*.k_proj", "*.key"), ("*.experts.*.down_proj", "*.w2"))

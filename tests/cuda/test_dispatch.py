@@ -81,11 +81,7 @@ CHOSEN = [
     (work(SQUARE, stochastic=True), "quantize_tile", 132 * 16),
     (work(SQUARE, mask=0), "quantize_tile", 132 * 16),
     (work(SQUARE, grouped=True), "quantize_tile", 132 * 16),
-    (
-        work(SQUARE, (33, 528), stochastic=True),
-        "quantize_tile",
-        3 * 3,
-    ),  # 33 blocks in a row, 16 per thread block
+    (work(SQUARE, (33, 528), stochastic=True), "quantize_tile", 3 * 3),  # 33 blocks in a row, 16 per thread block
     (work(replace(RECIPES[TE], block=(2, 16))), "quantize_tile", 132 * 16),
     # quantize_unblocked: recipes without blocks, for which all elements are one long row.
     (work("fp8-modelopt"), "quantize_unblocked", 4096 * 8192 * 2 // (64 * 256)),

@@ -10,19 +10,7 @@ import numpy as np
 import pytest
 from exhaustive import every, exhaustive
 from on_gpu import DEVICES, ON_GPU, cupy, gpu_only, there
-from products import (
-    BF16,
-    PAIRS,
-    TINY,
-    as_quantized,
-    at_bounds,
-    drawn,
-    drawn_c,
-    drawn_call,
-    far_apart,
-    recorded,
-    tiny,
-)
+from products import BF16, PAIRS, TINY, as_quantized, at_bounds, drawn, drawn_c, drawn_call, far_apart, recorded, tiny
 
 import fp4kit
 from fp4kit.call.matmul import matmul_call

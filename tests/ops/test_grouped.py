@@ -140,8 +140,7 @@ def test_replaced_arrays_are_noticed() -> None:
     plan.refresh()
     assert_same_bits(plan.quantize()[2], fp4kit.quantize(-XS[2], "nvfp4-te", tensor_amax=1.0))
     with pytest.raises(
-        ValueError,
-        match=re.escape("GroupedPlan.quantize: xs has 3 entries, but the plan was made for 4; call"),
+        ValueError, match=re.escape("GroupedPlan.quantize: xs has 3 entries, but the plan was made for 4; call")
     ):
         plan.quantize(xs[:3])
     amaxes[1] = np.float32(2)

@@ -42,11 +42,7 @@ def store_page(amax, g):
     return byte, rcp(c * g) if c else F32(0)
 
 
-STORES = {
-    "nvfp4-vllm-kv": store_vllm,
-    "nvfp4-flashinfer-kv": store_flashinfer,
-    "nvfp4-flashinfer-kv-page": store_page,
-}
+STORES = {"nvfp4-vllm-kv": store_vllm, "nvfp4-flashinfer-kv": store_flashinfer, "nvfp4-flashinfer-kv-page": store_page}
 
 
 @np.errstate(all="ignore")
@@ -267,8 +263,7 @@ VALUE_ERRORS = [
     (dict(recipe=replace(fp4kit.recipe("nvfp4-vllm-kv"), tensor_scaling="row")), "does not fit a KV cache"),
     (
         dict(
-            recipe=replace(fp4kit.recipe("nvfp4-vllm-kv"), tensor_scaling="none", tensor_rule=None),
-            four_over_six=True,
+            recipe=replace(fp4kit.recipe("nvfp4-vllm-kv"), tensor_scaling="none", tensor_rule=None), four_over_six=True
         ),
         "only vLLM's store has",
     ),

@@ -114,11 +114,7 @@ BAD = [
     (lambda: Sparse.from_cusparselt(np.zeros(9, np.uint8), (2, 128), "float16"), ValueError, "9 bytes; needs 1280"),
     (lambda: Sparse.from_cusparselt(b"", (2, 128), "float16"), TypeError, "buffer must be a NumPy array"),
     (lambda: fp4kit.matmul(HALF, np.full((1, 64), np.inf, np.float16)), ValueError, "b has infinities or NaN"),
-    (
-        lambda: fp4kit.matmul(HALF, HALF.expand(), unit="cdna3"),
-        ValueError,
-        "instructions of cdna3 are not known",
-    ),
+    (lambda: fp4kit.matmul(HALF, HALF.expand(), unit="cdna3"), ValueError, "instructions of cdna3 are not known"),
     (lambda: fp4kit.matmul(HALF, HALF), TypeError, "b is a Sparse; needs it as a"),
     (lambda: fp4kit.matmul(HALF, HALF.expand(), unit="exact"), TypeError, "a is a Sparse; exact needs"),
 ]

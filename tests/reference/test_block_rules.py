@@ -29,10 +29,7 @@ from fp4kit.reference.tensor_rules import ONE, TensorScale, tensor_scale
 
 # Rules whose factor also depends on the amax in two cases: the exponent exceeded a byte, so that the scale byte wrapped
 # around, or the amax is not finite.
-WRAPPING = (
-    "e8m0_mlx",
-    "e8m0_mlx_0321",
-)
+WRAPPING = ("e8m0_mlx", "e8m0_mlx_0321")
 F32 = np.dtype(np.float32)
 
 
@@ -366,10 +363,7 @@ def test_a_ratio_that_underflows_makes_nan(bits, rule, top, either_engine):
 
 
 # (dtype, its smallest positive number, tensor amaxes)
-SUBNORMAL = [
-    (F16, 2.0**-24, (23, 29, 101)),
-    (BF16, 2.0**-133, (6.8e6, 2.0**30)),
-]
+SUBNORMAL = [(F16, 2.0**-24, (23, 29, 101)), (BF16, 2.0**-133, (6.8e6, 2.0**30))]
 
 
 @pytest.mark.parametrize(("dtype", "least", "tops"), SUBNORMAL, ids=str)

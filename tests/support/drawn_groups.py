@@ -13,18 +13,9 @@ from fp4kit.recipes import RECIPES
 
 # Recipes that groups() draws from: all kinds of tensor scaling.
 GROUPS = (
-    "nvfp4-te",
-    "nvfp4-te-2d",
-    "nvfp4-modelopt",
-    "mxfp4-ocp",
-    "mxfp4-flashinfer",
-    "fp8-modelopt",
-    "fp8-modelopt-channel",
-    "int8-modelopt",
-    "int8-modelopt-narrow",
-    "int8-modelopt-channel",
-    "int8-modelopt-channel-narrow",
-    "int4-modelopt",
+    *("nvfp4-te", "nvfp4-te-2d", "nvfp4-modelopt", "mxfp4-ocp", "mxfp4-flashinfer", "fp8-modelopt"),
+    *("fp8-modelopt-channel", "int8-modelopt", "int8-modelopt-narrow", "int8-modelopt-channel"),
+    *("int8-modelopt-channel-narrow", "int4-modelopt"),
 )
 # {dtype: values with edge cases of blocks}, from which the values of tensors are drawn.
 POOL = {dtype: np.resize(adversarial_blocks(dtype), 2**16) for dtype in map(np.dtype, (np.float32, np.float16, BF16))}

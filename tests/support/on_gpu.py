@@ -31,22 +31,9 @@ ON_GPU = [pytest.mark.gpu] if DEVICES else [pytest.mark.usefixtures("played_gpu"
 # The recipes that usual runs without a GPU take: one per kind of kernel and of tensor scale.
 REPRESENTATIVE = (
     *("nvfp4-te", "nvfp4-te-2d", "nvfp4-te-rowscaled", "nvfp4-te-4over6-mae-256", "nvfp4-te-4over6-mse-448-2d"),
-    *(
-        "nvfp4-flashinfer",
-        "nvfp4-modelopt-static",
-        "mxfp4-ocp",
-        "mxfp4-flashinfer",
-        "mxfp6-torchao-floor-e2m3",
-        "mxfp8-te",
-    ),
-    *(
-        "mxfp8-te-e5m2-2d",
-        "fp8-modelopt",
-        "fp8-modelopt-channel",
-        "int8-modelopt-channel-narrow",
-        "int4-modelopt",
-        "int4-qat",
-    ),
+    *("nvfp4-flashinfer", "nvfp4-modelopt-static", "mxfp4-ocp", "mxfp4-flashinfer", "mxfp6-torchao-floor-e2m3"),
+    *("mxfp8-te", "mxfp8-te-e5m2-2d", "fp8-modelopt", "fp8-modelopt-channel", "int8-modelopt-channel-narrow"),
+    *("int4-modelopt", "int4-qat"),
     *("nvfp4-modelopt-fake", "nvfp4-modelopt-static-fake", "mxfp4-modelopt-fake", "mxfp4-microxcaling-even"),
 )
 

@@ -14,11 +14,7 @@ import pytest
 
 _PARAMETER = type(pytest.param())
 # A skip counts as a failure, because it would hide the cases after it.
-FAILURES = (
-    Exception,
-    pytest.fail.Exception,
-    pytest.skip.Exception,
-)
+FAILURES = (Exception, pytest.fail.Exception, pytest.skip.Exception)
 
 
 def together(

@@ -432,11 +432,7 @@ def test_our_files_know_how_many_experts_there_are(stacked, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "content, message",
-    [
-        (b"", "not a usable safetensors file"),
-        (b"\xff" * 40, "not a usable safetensors file"),
-    ],
+    "content, message", [(b"", "not a usable safetensors file"), (b"\xff" * 40, "not a usable safetensors file")]
 )
 def test_other_files_are_rejected(content, message, tmp_path):
     (tmp_path / "a.safetensors").write_bytes(content)

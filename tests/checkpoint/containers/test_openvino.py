@@ -51,12 +51,7 @@ def computed(ov: Any, path: Path) -> dict[str, Array]:
         node = last = constant
         while (after := [one.get_node() for one in node.output(0).get_target_inputs()]) and after[
             0
-        ].get_type_name() in (
-            "Convert",
-            "Multiply",
-            "Subtract",
-            "Reshape",
-        ):
+        ].get_type_name() in ("Convert", "Multiply", "Subtract", "Reshape"):
             node = after[0]
             last = node if node.get_element_type().get_type_name() in ("f16", "f32") else last
         compiled = core.compile_model(ov.Model([last.output(0)], [], "m"), "CPU", {"INFERENCE_PRECISION_HINT": "f32"})

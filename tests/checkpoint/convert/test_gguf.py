@@ -359,10 +359,7 @@ OTHERS = [("mxfp4-gguf", None), ("nvfp4-gguf", None), ("mxfp4-gguf", "mse"), ("n
 
 @pytest.mark.parametrize(
     ("id", "objective"),
-    [
-        ("nvfp4-gguf", "mse"),
-        *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in OTHERS),
-    ],
+    [("nvfp4-gguf", "mse"), *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in OTHERS)],
 )
 def test_a_forward_pass_has_the_decoded_values(id: str, objective: str | None, tmp_path: Path) -> None:
     """llama.cpp computes nearly the same embedding from a converted file as from an unquantized file with its values.

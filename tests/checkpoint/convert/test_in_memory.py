@@ -410,10 +410,7 @@ def test_values_and_rules_that_are_refused():
 @pytest.mark.parametrize(
     ("change", "text"),
     [
-        (
-            {"tensors": {"mlp.down_proj.weight": np.ones((32, 32))}},
-            "tensors is a dict; needs (name, array) pairs",
-        ),
+        ({"tensors": {"mlp.down_proj.weight": np.ones((32, 32))}}, "tensors is a dict; needs (name, array) pairs"),
         ({"tensors": ["mlp.down_proj.weight"]}, "tensors has the entry 'mlp.down_proj.weight'; needs (name, array)"),
         ({"tensors": [("mlp.down_proj.weight",)]}, "tensors has the entry ('mlp.down_proj.weight',); needs (name, arr"),
         ({"tensors": [(3, np.ones(4))]}, "the name 3 is int; a str is needed"),

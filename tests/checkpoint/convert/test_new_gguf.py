@@ -134,12 +134,7 @@ def test_new_codes_equal_those_of_the_route_over_an_unquantized_file(tmp_path: P
 ROPES: dict[str, dict[str, Any]] = {
     "linear": {"factor": 4.0},
     "yarn": {"factor": 4.0, "original_max_position_embeddings": 64},
-    "llama3": {
-        "factor": 8.0,
-        "low_freq_factor": 1.0,
-        "high_freq_factor": 4.0,
-        "original_max_position_embeddings": 64,
-    },
+    "llama3": {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64},
 }
 IDS = [*range(5, 205, 2)]
 

@@ -252,24 +252,12 @@ class Boom(BaseException):
 
 
 PLACES = (
-    "convert.run_jobs:amax_and_nonfinite",
-    "convert.rows:quantize",
-    "convert.run_jobs:_Output.put",
-    "convert.run_jobs:_Output.finish",
-    "convert.run_jobs:zlib.crc32",
-    "convert.run_jobs:Journal.note_measured",
-    "convert.run_jobs:Journal.note_done",
-    "convert.convert:_lay_out",
-    "convert.convert:configs",
-    "convert.convert:dump_object",
-    "model.model_files:manifest_of",
-    "model.model_files:digest_of",
-    "convert.run_jobs:digest_of",
-    "staging:sync_file",
-    "staging:copy_file",
-    "staging:sync_directory",
-    "staging:os.rename",
-    "staging:os.chmod",
+    *("convert.run_jobs:amax_and_nonfinite", "convert.rows:quantize", "convert.run_jobs:_Output.put"),
+    *("convert.run_jobs:_Output.finish", "convert.run_jobs:zlib.crc32", "convert.run_jobs:Journal.note_measured"),
+    *("convert.run_jobs:Journal.note_done", "convert.convert:_lay_out", "convert.convert:configs"),
+    *("convert.convert:dump_object", "model.model_files:manifest_of", "model.model_files:digest_of"),
+    *("convert.run_jobs:digest_of", "staging:sync_file", "staging:copy_file", "staging:sync_directory"),
+    *("staging:os.rename", "staging:os.chmod"),
 )
 ERRORS = (Boom(), KeyboardInterrupt(), SystemExit(143), OSError("disk"), MemoryError(), CheckpointError("verdict"))
 

@@ -333,10 +333,7 @@ def test_verdicts(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "recipe"),
-    [
-        ("modelopt--W4A8_NVFP4_FP8_CFG", "nvfp4-modelopt with block=(1, 32)"),
-        ("torchao--MXFP4", "mxfp4-torchao-rceil"),
-    ],
+    [("modelopt--W4A8_NVFP4_FP8_CFG", "nvfp4-modelopt with block=(1, 32)"), ("torchao--MXFP4", "mxfp4-torchao-rceil")],
 )
 def test_the_tool_that_wrote_the_file_is_named_first(name: str, recipe: str) -> None:
     """Among recipes that agree, that of the container's producer comes first, also in the short sentence."""

@@ -305,11 +305,7 @@ def test_stochastic_rounding(golden, either_engine):
         assert ((q.packed == codes) | both_nan).all(), prefix
 
 
-VARIANTS = {
-    "mxfp4-fp-quant": "mxfp4_abs_max",
-    "mxfp4-fp-quant-quest": "mxfp4_quest",
-    "nvfp4-fp-quant": "nvfp4_gs3",
-}
+VARIANTS = {"mxfp4-fp-quant": "mxfp4_abs_max", "mxfp4-fp-quant-quest": "mxfp4_quest", "nvfp4-fp-quant": "nvfp4_gs3"}
 
 
 @pytest.mark.parametrize("recipe", VARIANTS)

@@ -44,10 +44,7 @@ RIGHT = {"BARRIER": "__syncthreads()", "STORE": "atomicMax(a.y, total)", "READ":
 BESIDE = "on bytes beside an array"
 FAULTS = {  # name of a fault -> replacements in the kernel's text, and the expected message
     "no barrier": ({"BARRIER": ""}, "depends on the grid, on the order of threads"),
-    "half a barrier": (
-        {"BARRIER": "if (threadIdx.x < 128) __syncthreads()"},
-        "that not every thread reaches",
-    ),
+    "half a barrier": ({"BARRIER": "if (threadIdx.x < 128) __syncthreads()"}, "that not every thread reaches"),
     "undefined": ({"BARRIER": "__syncthreads(); sum <<= blockDim.x"}, "undefined behaviour"),
     "a write into the guard page": ({"STORE": "a.y[4] = total"}, "is outside of every array"),
     "a write behind an array": ({"STORE": "a.y[1] = total"}, "wrote behind the end of an array"),
