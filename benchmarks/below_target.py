@@ -66,10 +66,10 @@ REASONS = (
         ("mxfp4-msmodelslim-dual",),
         BF16,
         "Arithmetic limits this row: quotients by the scales of outer blocks, and a search for numbers that replace"
-        " these scales by factors. A later commit makes one division for that instead of four or more: 274 us.",
+        " these scales by factors. A later commit needs neither: 165 us, 0.98 of the speed of a copy.",
         (
             "two launches, of which the first one finds the amaxes, and a division per element: 0.30",
-            "the later commit, and five thread blocks per multiprocessor: 0.59",
+            "one division per run for that search instead of four or more: 0.59",
         ),
     ),
     Reason(
