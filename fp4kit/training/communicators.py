@@ -237,7 +237,10 @@ class Nccl:
         return array
 
     def all_gather(self, array: Any, counts: Sequence[int] | None = None, out: Any = None) -> Any:
-        """Return the concatenated arrays of all processes, on every process; see Communicator.all_gather."""
+        """Return the concatenated arrays of all processes, on every process; see Communicator.all_gather.
+
+        `array` may be this process's part of ``out``, which is then not copied.
+        """
         # The result is ``out`` if it is given, otherwise a new array in the library of ``array``.
         counts = _check_gather(array, counts, self, out)
         if isinstance(array, np.ndarray):  # as bytes, so that CuPy need not know the dtype

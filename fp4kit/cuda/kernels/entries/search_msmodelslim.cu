@@ -192,13 +192,15 @@ extern "C" __global__ void __launch_bounds__(kThreads) ceil_x_errors_kernel(Sear
 // Replace each amax in a.block_amax by one that gives the scale of the block under the best constant. Every thread
 // block finds the constant, the first one with the smallest mean error. Launch with any number of thread blocks.
 extern "C" __global__ void __launch_bounds__(kThreads) ceil_x_kernel(SearchMsmodelslimArguments a) {
-  static_assert(kCeilXFields == kThreads);
+  static_assert(kCeilXFields % kThreads == 0);
   __shared__ u32 filled[kCeilXFields / 32];  // bit i of word w: some bin of field 32 w + i is not zero
   __shared__ float means[kCeilXConstants];
-  u64 any = 0u;
-  for (i32 i = 0; i < kCeilXConstants; ++i) any |= a.bins[i * kCeilXFields + threadIdx.x];
-  const u32 ballot = __ballot_sync(0xFFFFFFFFu, any != 0u);
-  if (threadIdx.x % 32u == 0u) filled[threadIdx.x / 32u] = ballot;
+  for (u32 field = threadIdx.x; field < kCeilXFields; field += kThreads) {
+    u64 any = 0u;
+    for (i32 i = 0; i < kCeilXConstants; ++i) any |= a.bins[i * kCeilXFields + field];
+    const u32 ballot = __ballot_sync(0xFFFFFFFFu, any != 0u);
+    if (threadIdx.x % 32u == 0u) filled[field / 32u] = ballot;
+  }
   __syncthreads();
   if (threadIdx.x < kCeilXConstants) {
     double sum = 0.0;
