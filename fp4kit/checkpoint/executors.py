@@ -23,7 +23,6 @@ from concurrent.futures import (
     Future,
     ProcessPoolExecutor,
     ThreadPoolExecutor,
-    wait,
 )
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -38,7 +37,7 @@ import numpy as np
 from fp4kit import __version__
 from fp4kit.arrays import imports
 from fp4kit.cpu.library import alone
-from fp4kit.storage.files import CheckpointError, SafetensorsFile
+from fp4kit.storage.files import CheckpointError, SafetensorsFile, signals_held
 
 T = TypeVar("T")
 FunctionCall = tuple[Callable[..., T], tuple[Any, ...]]  # a function and its arguments
@@ -76,7 +75,9 @@ def executor_of(user_executor: Executor | None, workers: int, by_threads: bool =
         try:
             yield threads
         finally:
-            threads.shutdown(wait=True, cancel_futures=True)
+            with signals_held():
+                threads.shutdown(wait=False, cancel_futures=True)
+            threads.shutdown()
         return
     context = _Context()
     pool = _Processes(workers, mp_context=context, initializer=_initialize_worker)
@@ -88,7 +89,8 @@ def executor_of(user_executor: Executor | None, workers: int, by_threads: bool =
                 process.kill()  # safe: a resumed run writes unfinished jobs again
         raise
     finally:
-        pool.shutdown(wait=True, cancel_futures=True)
+        with signals_held():
+            pool.shutdown(wait=True, cancel_futures=True)
 
 
 class _Processes(ProcessPoolExecutor):
@@ -163,18 +165,21 @@ def run_all(
     finished: SimpleQueue[Future[T]] = SimpleQueue()
     try:
         while queue or pending:
-            while queue and len(pending) < max_pending:
-                pending.add(_submit(executor, run, queue.popleft(), finished))
+            with signals_held():
+                while queue and len(pending) < max_pending:
+                    pending.add(_submit(executor, run, queue.popleft(), finished))
             future = finished.get()
             pending.remove(future)
-            with _worker_death_as_error():
+            with _worker_death_as_error(), signals_held():
                 result = future.result()
             yield result
     finally:
-        # Wait only for futures that could not be cancelled. dask may never report the end of a cancelled future.
-        begun = [future for future in pending if not future.cancel()]
-        if not isinstance(executor, _Processes):
-            wait(begun)
+        if not isinstance(executor, _Processes):  # executor_of ends those, and their pool fails on a cancelled future
+            # Wait only for futures that could not be cancelled. dask may never report the end of a cancelled future.
+            with signals_held():
+                begun = {future for future in pending if not (future.cancel() or future.done())}
+            while begun:
+                begun.discard(finished.get())
 
 
 def pending_limit(user_executor: Executor | None, workers: int) -> int:
@@ -336,12 +341,18 @@ class Prefetcher:
         self._threads = [Thread(target=self._read, daemon=True) for _ in range(readers)]
 
     def __enter__(self) -> Callable[[int], None]:
-        for thread in self._threads:
-            thread.start()
+        try:
+            with signals_held():
+                for thread in self._threads:
+                    thread.start()
+        except BaseException:  # of a handler that was held
+            self.__exit__()
+            raise
         return self._tick
 
     def __exit__(self, *error: object) -> None:
-        self._stopped.set()
+        with signals_held():
+            self._stopped.set()
         for thread in self._threads:
             thread.join()
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import math
 import time
+from collections import deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -155,9 +156,13 @@ def _presets(out: Output) -> int:
 
 def _versions(out: Output, ids: tuple[str, ...]) -> int:
     """Print which version of each producer is recorded, and which is the newest in the package index."""
+    from fp4kit.checkpoint.executors import run_all  # imports fp4kit.checkpoint, which other commands do not need
+
     names = dict.fromkeys(recipe(id).producer for id in ids)
     with _bar(out, BarColumn(), MofNCompleteColumn()) as bar, ThreadPoolExecutor(4) as pool:
-        found = [*bar.track(pool.map(producers.version_of, names), len(names), description="asking the package index")]
+        answers = run_all(pool, deque((producers.version_of, (name,)) for name in names))
+        by_name = {one.producer: one for one in bar.track(answers, len(names), description="asking the package index")}
+    found = [by_name[name] for name in names]
     out.table(producers.VERSION_COLUMNS, found)
     newer = [f"{PRODUCERS[one.producer].name} {one.newest}" for one in found if one.state == "newer"]
     if newer:

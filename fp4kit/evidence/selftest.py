@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import os
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor, as_completed
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -382,9 +383,10 @@ def plan(engine: ComparedEngine, golden: GoldenSet | None, quick: bool) -> list[
 
 def run(tasks: list[Task], threads: int | None = None) -> Iterator[Finished]:
     """Run the tasks on several threads, and yield each result when it is ready, in the order of completion."""
+    from fp4kit.checkpoint.executors import run_all  # imports fp4kit.checkpoint, which the tasks do not need
+
     with ThreadPoolExecutor(threads or min(os.cpu_count() or 1, 16)) as pool:
-        for future in as_completed([pool.submit(_finish, task) for task in tasks]):
-            yield future.result()
+        yield from run_all(pool, deque((_finish, (task,)) for task in tasks))
 
 
 def _finish(task: Task) -> Finished:

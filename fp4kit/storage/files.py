@@ -1,5 +1,5 @@
-"""CheckpointError and its messages, strict JSON, files that appear under their name when they are complete, and
-safetensors files.
+"""CheckpointError and its messages, strict JSON, signals that wait, files that appear under their name when they are
+complete, and safetensors files.
 """
 
 from __future__ import annotations
@@ -8,7 +8,9 @@ import json
 import os
 import re
 import secrets
+import signal
 import stat
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,6 +19,7 @@ from functools import wraps
 from io import FileIO
 from math import prod
 from pathlib import Path
+from types import FrameType
 from typing import Any, ClassVar, NamedTuple, Protocol, TypeVar
 
 import ml_dtypes
@@ -28,6 +31,7 @@ from fp4kit.formats import FLOATS
 from fp4kit.layouts import GGUF_BLOCKS
 
 Bytes = npt.NDArray[np.uint8]
+_SIGNALS = signal.valid_signals()
 
 
 class CheckpointError(ValueError):
@@ -114,6 +118,36 @@ def load_object(path: Path, label: str) -> dict[str, Any]:
 def dump_object(value: dict[str, Any], indent: int = 2) -> bytes:
     """Return ``value`` as JSON bytes in ASCII that end with a newline."""
     return (json.dumps(value, indent=indent) + "\n").encode("ascii")
+
+
+@contextmanager
+def signals_held() -> Iterator[None]:
+    """Delay the signal handlers of this program until the with statement ends."""
+    # A handler that raises inside a lock of threading or of a Future leaves it locked, and other threads wait forever.
+    if threading.current_thread() is not threading.main_thread():  # handlers run in the main thread alone
+        yield
+        return
+    came: list[tuple[int, FrameType | None]] = []
+    found: dict[int, Any] = {number: signal.getsignal(number) for number in _SIGNALS}
+    handlers = {number: handler for number, handler in found.items() if callable(handler)}
+    is_over = False
+
+    def hold(number: int, frame: FrameType | None) -> None:
+        if is_over:  # another signal came while the handlers were restored
+            handlers[number](number, frame)
+        else:
+            came.append((number, frame))
+
+    try:
+        for number in handlers:
+            signal.signal(number, hold)
+        yield
+    finally:
+        is_over = True
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for number, frame in came:
+            handlers[number](number, frame)
 
 
 @contextmanager

@@ -56,6 +56,7 @@ from fp4kit.storage.files import (
     parse_object,
     read_header,
     shown,
+    signals_held,
     whole_file,
 )
 
@@ -114,9 +115,11 @@ def save(path: str | os.PathLike[str], arrays: Mapping[str, Quantized]) -> None:
         for name, (part, given) in stored.items():
             (array,) = import_arrays("save", **{part: given})
             raw = np.ascontiguousarray(to_host(array)).reshape(-1).view(np.uint8)
-            later = second.submit(zlib.crc32, raw.data) if raw.size > _CHUNK else None
+            with signals_held():
+                later = second.submit(zlib.crc32, raw.data) if raw.size > _CHUNK else None
             writer.write(name, raw)
-            sums[name] = _digits(later.result() if later else zlib.crc32(raw.data))
+            with signals_held():
+                sums[name] = _digits(later.result() if later else zlib.crc32(raw.data))
         writer.replace_metadata({ENTRY: entry, SUMS: json.dumps({"header": header, "tensors": sums})})
         writer.finish()
 
@@ -343,9 +346,11 @@ class _Contents(NamedTuple):
         for start in range(0, raw.size, _CHUNK):
             chunk = raw[start : start + _CHUNK]
             self.reader.read_into(chunk, entry, start)
-            crc32 = self.second.submit(zlib.crc32, chunk.data, crc32.result() if crc32 else 0)
+            with signals_held():
+                crc32 = self.second.submit(zlib.crc32, chunk.data, crc32.result() if crc32 else 0)
         assert crc32 is not None
-        return crc32.result()
+        with signals_held():
+            return crc32.result()
 
 
 def _array(name: str, facts: dict[str, Any], contents: _Contents) -> Quantized:

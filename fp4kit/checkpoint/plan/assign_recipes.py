@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import glob
 from bisect import bisect_left
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
@@ -30,6 +30,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from fp4kit.checkpoint.convert.job import ChannelWeights
+from fp4kit.checkpoint.executors import run_all
 from fp4kit.checkpoint.loaders.exclusions import container_of
 from fp4kit.checkpoint.model.model_files import open_source
 from fp4kit.checkpoint.model.slabs import Readers, slabs, values_of
@@ -429,8 +430,8 @@ def _measured(
     for tensor, piece in work:
         groups[amax_groups.get(piece.module, f"{piece.module}#{piece.number}")].append((tensor, piece))
     with ThreadPoolExecutor(max(num_threads(), 1)) as executor:
-        measured = executor.map(lambda members: _sums_of_group(found, members, columns, tick), groups.values())
-        sums = {key: one for part in measured for key, one in part.items()}
+        calls = deque((_sums_of_group, (found, members, columns, tick)) for members in groups.values())
+        sums = {key: one for part in run_all(executor, calls) for key, one in part.items()}
     fused = {name: group_name(*key) for key, names in fused_groups(p.module for _, p in work).items() for name in names}
     units: dict[str, dict[str, list[_Part]]] = defaultdict(lambda: defaultdict(list))
     for tensor, piece in work:

@@ -206,6 +206,13 @@ def test_workers_are_not_waited_for_when_a_run_is_stopped() -> None:
     assert time.monotonic() - start < 60 and not multiprocessing.active_children()
 
 
+def test_signals_inside_locks(model: tuple[Path, dict[str, str]], tmp_path: Path) -> None:
+    """A handler that raises at any moment leaves no lock that a worker waits for."""
+    command = [sys.executable, str(HERE / "stop_inside_locks.py"), str(model[0]), str(tmp_path / "out"), "3"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment())
+    assert done.returncode == 0 and not done.stderr and min(map(int, done.stdout.split())) > 2, done.stderr
+
+
 def die(job: Any, *rest: Any) -> None:
     os._exit(1)
 
