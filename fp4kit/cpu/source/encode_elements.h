@@ -227,52 +227,52 @@ static void encode_runs(const void* elements, Factors factors, float tensor_enco
   using Bits = typename Input<In>::Bits;
   constexpr bool kIsNibble = E::Format::kStoredBits == 4;
   using Stored = std::conditional_t<kIsNibble, u8, u16>;  // the codes of a pair
-  const auto* x = static_cast<const Bits*>(elements);
   const auto divisor = [=](i64 run) { return factors.of<kMethod, E::kDivide>(run); };
-  // Return the packed codes of elements 2 * pair and 2 * pair + 1.
-  const auto encode_pair = [=](i64 pair, Divisor factor) {
-    u32 low, high;
-    load_pair(x + 2 * pair, low, high, loads_without_negative_zero<E, kMethod>());
-    u16 bytes = 0;
-    if constexpr (kStochastic) std::memcpy(&bytes, random + 2 * pair, 2);
-    const u32 first = code_of<E, In, kStochastic, kMethod>(low, factor, tensor_encode, bytes & 0xFFu);
-    const u32 second = code_of<E, In, kStochastic, kMethod>(high, factor, tensor_encode, bytes >> 8);
-    return kIsNibble ? bits_from<0x0Fu, 0xF0u>(first, second << 4) & 0xFFu : first | second << 8;
-  };
-  // Encode as many pairs of elements as fit into `pairs`, starting at run `run`, and store their codes. Every 16 pairs
-  // are two whole runs.
-  const auto encode_whole_runs = [=](i64 run, auto& pairs) {
+  // Encode as many pairs of x as fit into `pairs`, starting at run `run`, and store their codes in `to`. Every 16 pairs
+  // are two whole runs, of which only the first exists if is_last_run.
+  const auto encode_whole_runs = [=](const Bits* x, const u8* bytes, i64 run, bool is_last_run, auto& pairs, u8* to) {
     for (int k = 0; k < static_cast<int>(sizeof pairs / sizeof(u32) / kRun); ++k) {
-      const i64 first_run = run + 2 * k;
-      const Divisor first = divisor(first_run), second = divisor(first_run + 1);
+      const Divisor first = divisor(run + 2 * k), second = is_last_run ? first : divisor(run + 2 * k + 1);
       for (int j = 0; j < kRun; ++j) {
         const bool is_first = j < kRun / 2;
         const Divisor factor{is_first ? first.value : second.value, is_first ? first.reciprocal : second.reciprocal,
                              is_first ? first.correction : second.correction};
-        pairs[kRun * k + j] = encode_pair(first_run * (kRun / 2) + j, factor);
+        const int pair = kRun * k + j;
+        u32 low, high;
+        load_pair(x + 2 * pair, low, high, loads_without_negative_zero<E, kMethod>());
+        u16 two = 0;
+        if constexpr (kStochastic) std::memcpy(&two, bytes + 2 * pair, 2);
+        const u32 one = code_of<E, In, kStochastic, kMethod>(low, factor, tensor_encode, two & 0xFFu);
+        const u32 other = code_of<E, In, kStochastic, kMethod>(high, factor, tensor_encode, two >> 8);
+        pairs[pair] = kIsNibble ? bits_from<0x0Fu, 0xF0u>(one, other << 4) & 0xFFu : one | other << 8;
       }
     }
-    store_narrow<Stored>(pairs, out + run * (kRun / 2) * sizeof(Stored));
+    store_narrow<Stored>(pairs, to);
   };
+  const auto* x = static_cast<const Bits*>(elements);
   constexpr int kRunsAtOnce = kNarrowCount<Stored> / kRun * 2;
-  const i64 runs = count / (2 * kRun) * 2;
+  const auto bytes_from = [=](i64 start) { return kStochastic ? random + start : nullptr; };
+  constexpr i64 kCodesPerByte = kIsNibble ? 2 : 1;
   i64 run = 0;
-  for (; run + kRunsAtOnce <= runs; run += kRunsAtOnce) {
+  for (; (run + kRunsAtOnce) * kRun <= count && kRunsAtOnce > 2; run += kRunsAtOnce) {
     u32 pairs[kNarrowCount<Stored>];
-    encode_whole_runs(run, pairs);
+    encode_whole_runs(x + run * kRun, bytes_from(run * kRun), run, false, pairs, out + run * kRun / kCodesPerByte);
   }
-  for (; kRunsAtOnce > 2 && run < runs; run += 2) {
+  // Fewer than two runs are encoded in a copy, so that nothing beyond the arrays is touched.
+  Bits copy[2 * kRun] = {};
+  u8 copied_bytes[2 * kRun] = {}, codes[2 * kRun];
+  for (; run * kRun < count; run += 2) {
+    const i64 start = run * kRun, rest = count - start;
+    const bool is_whole = rest >= 2 * kRun;
+    if (!is_whole) {
+      std::memcpy(copy, x + start, rest * sizeof(Bits));
+      if (kStochastic) std::memcpy(copied_bytes, random + start, rest);
+    }
     u32 pairs[kRun];
-    encode_whole_runs(run, pairs);
+    encode_whole_runs(is_whole ? x + start : copy, is_whole ? bytes_from(start) : copied_bytes, run, rest <= kRun,
+                      pairs, is_whole ? out + start / kCodesPerByte : codes);
+    if (!is_whole) std::memcpy(out + start / kCodesPerByte, codes, rest / kCodesPerByte);
   }
-  for (i64 pair = runs * (kRun / 2); pair < count / 2; ++pair) {
-    const Stored codes = static_cast<Stored>(encode_pair(pair, divisor(2 * pair / kRun)));
-    std::memcpy(out + pair * sizeof(Stored), &codes, sizeof codes);
-  }
-  if (kIsNibble || count % 2 == 0) return;
-  const u32 byte = kStochastic ? random[count - 1] : 0u;
-  out[count - 1] =
-      static_cast<u8>(code_of<E, In, kStochastic, kMethod>(x[count - 1], divisor(count / kRun), tensor_encode, byte));
 }
 
 // Encode `count` elements of type In by the element arithmetic E and the method factors.method, and store their codes

@@ -88,15 +88,15 @@ FP4KIT_DEVICE float divide_full(float a, float b) {
   return a * scaling * rcp_approx_ftz(b * scaling);
 }
 
-// Return a + b rounded toward zero, for a >= 0 and b > 0. The twin first rounds the sum to float64, which changes no
-// caller's result.
+// Return a + b rounded toward zero, for a >= 0 and b > 0 whose sum does not overflow. The twin computes in float32
+// alone, so that compilers vectorize it: `error` is the exact error of the sum (Knuth's two-sum).
 FP4KIT_DEVICE float add_rz(float a, float b) {
 #ifdef __CUDA_ARCH__
   return __fadd_rz(a, b);
 #else
-  const double exact = static_cast<double>(a) + b;
-  const float rounded = static_cast<float>(exact);
-  return rounded > exact ? float_of(bits_of(rounded) - 1) : rounded;
+  const float sum = a + b, added = sum - a;
+  const float error = (a - (sum - added)) + (b - added);
+  return float_of(bits_of(sum) - (error < 0.0f ? 1u : 0u));
 #endif
 }
 
