@@ -88,6 +88,7 @@ _LAZY = {
     "explain": "fp4kit.ops.explain",
     "get_include": "fp4kit.cpu.c_api",
     "get_library": "fp4kit.cpu.c_api",
+    "get_reciprocals": "fp4kit.cpu.c_api",
     "identify": "fp4kit.ops.identify",
     "identify_kv": "fp4kit.ops.kv_cache",
     "load": "fp4kit.storage.quantized_file",
@@ -109,7 +110,7 @@ if TYPE_CHECKING:
     from fp4kit.contract.engines import Serving, serving, servings
     from fp4kit.contract.parity import parity
     from fp4kit.contract.schema import Contract, ContractDiff
-    from fp4kit.cpu.c_api import engine_keys, get_include, get_library
+    from fp4kit.cpu.c_api import engine_keys, get_include, get_library, get_reciprocals
     from fp4kit.ops.amax import quantize_static
     from fp4kit.ops.compare import Comparison, RecipeComparison, compare, compare_recipes
     from fp4kit.ops.explain import ExplainedStep, Explanation, explain
@@ -230,6 +231,7 @@ __all__ = [
     "fake_quantize_grouped_backward",
     "get_include",
     "get_library",
+    "get_reciprocals",
     "hadamard",
     "identify",
     "identify_kv",

@@ -5,26 +5,33 @@
 //     LIBRARY=$(python -c 'import fp4kit; print(fp4kit.get_library())')
 //     cc quantize.c -I. -I"$INCLUDE" "$LIBRARY" -o quantize
 //
-// On macOS, open the library with dlopen instead. With one tensor scale per row (TENSOR_STEP), tensor_scale,
-// tensor_amax and `tensor` need a number per row.
+// On macOS, open the library with dlopen instead.
 #include <fp4kit.h>
 #include <math.h>
 #include <stdio.h>
 
 #include "recipe.h"
 
-enum { ROWS = 4, COLUMNS = 64 };
+enum { ROWS = 4, COLUMNS = 64, CODES = COLUMNS * CODE_BITS / 8, TENSORS = TENSOR_STEP ? ROWS : 1 };
+
+static signed char reciprocals[1 << 23];
 
 int main(void) {
-  float x[ROWS * COLUMNS], values[ROWS * COLUMNS], tensor_scale = 1, tensor_amax = 1;
-  uint8_t packed[ROWS * COLUMNS / 2], scales[ROWS * COLUMNS / BLOCK];
+  float x[ROWS * COLUMNS], values[ROWS * COLUMNS], tensor_scale[TENSORS], tensor_amax[TENSORS], tensor[3 * TENSORS];
+  uint8_t packed[ROWS * CODES], scales[ROWS * COLUMNS / BLOCK];
   for (int i = 0; i < ROWS * COLUMNS; ++i) x[i] = (float)(i * 37 % 101 - 50) / 16;
+  for (int i = 0; i < TENSORS; ++i) tensor_scale[i] = tensor_amax[i] = 1;
+
+  FILE* table = fopen("reciprocals.bin", "rb");
+  if (!table || fread(reciprocals, 1, sizeof reciprocals, table) != sizeof reciprocals) return 3;
+  fclose(table);
+  fp4kit_set_reciprocals(reciprocals);
 
   fp4kit_encode_call encode = {0};
   encode.x = (fp4kit_matrix){NULL, ROWS, COLUMNS, COLUMNS, 1, -1};
   encode.tensor_step = TENSOR_STEP;
   encode.min_factor = MIN_FACTOR, encode.max_factor = MAX_FACTOR;
-  encode.packed_step = COLUMNS / 2, encode.scales_step = COLUMNS / BLOCK;
+  encode.packed_step = CODES, encode.scales_step = COLUMNS / BLOCK;
   encode.tile_rows = 16, encode.tile_columns = 2048;
   encode.input = FP4KIT_FLOAT32;
   encode.block_rule = fp4kit_block_rule(BLOCK_RULE), encode.element = fp4kit_element(ELEMENT);
@@ -32,20 +39,22 @@ int main(void) {
   const int32_t tensor_rule = fp4kit_tensor_rule(TENSOR_RULE);
 
   fp4kit_decode_call decode = {0};
-  decode.rows = ROWS, decode.columns = COLUMNS;
-  decode.packed_step = COLUMNS / 2, decode.scales_step = COLUMNS / BLOCK, decode.out_step = COLUMNS;
+  decode.row_step = TENSOR_STEP, decode.rows = ROWS, decode.columns = COLUMNS;
+  decode.packed_step = CODES, decode.scales_step = COLUMNS / BLOCK, decode.out_step = COLUMNS;
   decode.tile_rows = 16, decode.tile_columns = 2048;
   decode.decoder = fp4kit_decoder(DECODER), decode.output = FP4KIT_FLOAT32, decode.block = BLOCK;
-  if (encode.element < 0 || encode.block_rule < 0 || decode.decoder < 0) return 2;  // not compiled
+  if (encode.element < 0 || decode.decoder < 0) return 2;  // not compiled
 
-  if (fp4kit_quantize(&encode, x, NULL, packed, scales, &tensor_scale, &tensor_amax, tensor_rule, 1)) return 1;
-  const float tensor[3] = {1 / tensor_scale, tensor_scale, tensor_amax};
+  if (fp4kit_quantize(&encode, x, NULL, packed, scales, tensor_scale, tensor_amax, tensor_rule, 1)) return 1;
+  fp4kit_tensor_scales(tensor_rule, FP4KIT_FLOAT32, tensor_amax, TENSORS, tensor);
   if (fp4kit_dequantize(&decode, packed, scales, tensor, values, 1)) return 1;
 
   for (size_t i = 0; i < sizeof packed; ++i) printf("%02x", packed[i]);
   printf("\n");
   for (size_t i = 0; i < sizeof scales; ++i) printf("%02x", scales[i]);
-  printf("\n%a\n", tensor_scale);
+  printf("\n");
+  for (int i = 0; i < TENSORS; ++i) printf("%a ", tensor_scale[i]);
+  printf("\n");
   for (int i = 0; i < ROWS * COLUMNS; ++i) printf("%a ", values[i]);
   printf("\n");
   return 0;

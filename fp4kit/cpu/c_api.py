@@ -8,6 +8,7 @@ from fp4kit.cpu.codec import INPUTS, SEGMENT, decode_key, element_key, kept_fact
 from fp4kit.cpu.library import library
 from fp4kit.recipes import Recipe, recipe_of
 from fp4kit.recipes.schema import decoding
+from fp4kit.reference.arith import reciprocal_table
 
 
 def get_include() -> str:
@@ -46,6 +47,23 @@ def get_library() -> str:
     return str(found.functions._name)
 
 
+def get_reciprocals() -> bytes:
+    """Return the table that the C function fp4kit_set_reciprocals takes.
+
+    It corrects 1 / x to what the instruction rcp.approx.ftz.f32 gives on an NVIDIA GPU. Without it, recipes of kernels
+    that use the instruction, such as FlashInfer's, make the functions of fp4kit.h return 1.
+
+    Returns:
+        2^23 signed bytes: the differences in ulp, by the mantissa bits of x. They were measured on an H200 (sm_90).
+
+    Examples:
+        >>> import fp4kit
+        >>> len(fp4kit.get_reciprocals())
+        8388608
+    """
+    return reciprocal_table().tobytes()
+
+
 def engine_keys(recipe: str | Recipe, dtype: str = "float32") -> dict[str, str | int | float]:
     """Return the texts and numbers by which a C program describes a recipe to the CPU engine.
 
@@ -55,12 +73,13 @@ def engine_keys(recipe: str | Recipe, dtype: str = "float32") -> dict[str, str |
 
     Returns:
         The keys "block_rule", "tensor_rule", "element" and "decoder", for the functions of fp4kit.h that return
-        indices, and the values of the fields "block", "block_rows", "tensor_step", "min_factor" and "max_factor". A key
-        is "" if the recipe has no such rule.
+        indices, the values of the fields "block", "block_rows", "tensor_step", "min_factor" and "max_factor", and
+        "code_bits", the bits of memory per code. A key is "" if the recipe has no such rule.
 
     Raises:
         TypeError: recipe is neither a str nor a Recipe.
         ValueError: the recipe or the dtype is unknown, or the C API cannot compute the recipe.
+        NotImplementedError: the recipe searches a constant for the whole array.
 
     Examples:
         >>> import fp4kit
@@ -73,6 +92,11 @@ def engine_keys(recipe: str | Recipe, dtype: str = "float32") -> dict[str, str |
     if r.is_custom or r.search or r.fake_only or r.tensor_scaling == "block" or not_encoded(r):
         raise ValueError(f"engine_keys: the C API cannot compute {r.id}; use fp4kit.quantize")
     rules = (rule_key(r) or "", tensor_key(r) or "", element_key(r), decode_key(decoding(r, x_dtype)))
-    block = (r.block_size if r.block else SEGMENT, r.block_rows, int(r.tensor_scaling == "row"))
-    names = "block_rule tensor_rule element decoder block block_rows tensor_step min_factor max_factor"
+    block = (
+        r.element.packing.stored_bits,
+        r.block_size if r.block else SEGMENT,
+        r.block_rows,
+        int(r.tensor_scaling == "row"),
+    )
+    names = "block_rule tensor_rule element decoder code_bits block block_rows tensor_step min_factor max_factor"
     return dict(zip(names.split(), (*rules, *block, *kept_factors(r, x_dtype)), strict=True))

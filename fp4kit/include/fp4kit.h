@@ -6,7 +6,8 @@
 //   - A function that returns 1 has not computed a valid result: the matrix has elements or scales that only the Python
 //     code computes, such as NaN and infinities.
 //   - Rounding is to nearest even. The floating-point environment must be the default one, without flush to zero.
-//   - The recipes of FlashInfer need fp4kit_set_reciprocals first.
+//   - Some recipes, such as those of FlashInfer, need fp4kit_set_reciprocals first. Once such a call came too early, it
+//     and all later calls return 1 until the table is set.
 //   - Functions may be called from several threads. Only one call at a time uses more threads than its own.
 #pragma once
 #include <stdint.h>
@@ -72,13 +73,16 @@ int fp4kit_tensor_rule(const char* key);
 int fp4kit_element(const char* key);
 int fp4kit_decoder(const char* key);
 
-// Keep a pointer to a table of 2^23 corrections, by which the recipes of FlashInfer compute reciprocals.
+// Keep a pointer to the table of 2^23 corrections that fp4kit.get_reciprocals() returns: by them, recipes of kernels with
+// approximate reciprocals, such as FlashInfer's, compute the bits of an NVIDIA GPU. The table must stay in memory.
 void fp4kit_set_reciprocals(const signed char* table);
 
 // Quantize the matrix at x, of the shape and type in `call`. Return 0, or 1 if there is no valid result.
 //   given          the tensor amax, or one per row; NULL to compute it
-//   packed         output: codes, two per byte for 4-bit elements, the even column in the low bits
-//   scales         output: scale codes, one per block; NULL if they are not wanted
+//   packed         output: codes, two per byte for 4-bit elements, the even column in the low bits; wider elements one
+//                  per byte
+//   scales         output: scale codes, one per block of a row, so a block of several rows has equal ones; NULL if they
+//                  are not wanted
 //   tensor_scale   output: the tensor scale, which multiplies on decode, or one per row; NULL if it is not wanted
 //   tensor_amax    output: the tensor amax, or one per row; NULL if it is not wanted
 //   tensor_rule    index from fp4kit_tensor_rule
@@ -86,9 +90,13 @@ void fp4kit_set_reciprocals(const signed char* table);
 int32_t fp4kit_quantize(const fp4kit_encode_call* call, const void* x, const float* given, uint8_t* packed,
                         uint8_t* scales, float* tensor_scale, float* tensor_amax, int32_t tensor_rule, int32_t threads);
 
+// Store in `tensor` three numbers for each of `count` tensor amaxes, which must be finite and not negative: first the
+// numbers that multiply on encode, then the tensor scales, then the amaxes. They are 1 if tensor_rule is -1. `input` is
+// the type of the elements.
+void fp4kit_tensor_scales(int32_t tensor_rule, int32_t input, const float* tensor_amax, int64_t count, float* tensor);
+
 // Decode codes and scales, and store the values in `out`. Return 0, or 1 if there is no valid result.
-//   tensor   three numbers: the number that multiplies on encode, the tensor scale, the tensor amax. With one tensor
-//            scale per row: all numbers of the first kind, then of the second, then of the third.
+//   tensor   the numbers of fp4kit_tensor_scales, for one tensor amax or for one per row
 int32_t fp4kit_dequantize(const fp4kit_decode_call* call, const uint8_t* packed, const uint8_t* scales,
                           const float* tensor, void* out, int32_t threads);
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import re
+import runpy
 import subprocess
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import numpy as np
 import pytest
+from exhaustive import by_default
 from host.compiler import find_compiler
 
 import fp4kit
@@ -33,18 +36,46 @@ def output_of(*command, folder=ROOT):
     return subprocess.run([*map(str, command)], cwd=folder, check=True, capture_output=True, text=True).stdout
 
 
+def build(name, source, compiler, folder):
+    """Compile a program for a recipe, and return its path."""
+    with pytest.MonkeyPatch.context() as patch, open(folder / "recipe.h", "w") as header, redirect_stdout(header):
+        patch.chdir(folder)
+        patch.setattr(sys, "argv", ["recipe_header.py", name])
+        runpy.run_path(str(EXAMPLES / "recipe_header.py"))
+    output_of(*compiler, source, f"-I{folder}", fp4kit.get_library(), "-o", "quantize", folder=folder)
+    return folder / "quantize"
+
+
+def has_keys(name):
+    try:
+        return bool(fp4kit.engine_keys(name))
+    except (ValueError, NotImplementedError):
+        return False
+
+
+SOME = ["nvfp4-te", "nvfp4-te-2d", "nvfp4-te-rowscaled", "mxfp8-te", "nvfp4-compressed-tensors", "nvfp4-flashinfer"]
+
+
 @NEEDS_ENGINE
-@pytest.mark.parametrize("name", ["nvfp4-te", "nvfp4-modelopt", "mxfp4-ocp", "nvfp4-te-2d"])
+@pytest.mark.parametrize("name", by_default(SOME, [name for name in fp4kit.recipes() if has_keys(name)]))
 def test_the_example_in_c_gives_the_bits(name, compiler, tmp_path):
-    (tmp_path / "recipe.h").write_text(output_of(sys.executable, EXAMPLES / "recipe_header.py", name))
-    output_of(
-        *compiler, EXAMPLES / "quantize.c", f"-I{tmp_path}", fp4kit.get_library(), "-o", "quantize", folder=tmp_path
-    )
-    packed, scales, tensor, values = output_of(tmp_path / "quantize").splitlines()
+    program = build(name, EXAMPLES / "quantize.c", [*compiler, "-fsanitize=undefined"], tmp_path)
+    packed, scales, tensor, values = output_of(program, folder=tmp_path).splitlines()
     q = fp4kit.quantize(X, name)
-    assert (packed, scales) == (q.packed.tobytes().hex(), q.block_scale.tobytes().hex())
-    assert float.fromhex(tensor) == (1 if q.tensor_scale is None else q.tensor_scale)
+    assert packed == q.packed.tobytes().hex()
+    assert scales == (q.block_scale.tobytes().hex() if q.block_scale is not None else scales)
+    assert [*map(float.fromhex, tensor.split())] == np.ravel(1 if q.tensor_scale is None else q.tensor_scale).tolist()
     assert [float.fromhex(value) for value in values.split()] == fp4kit.dequantize(q).reshape(-1).tolist()
+
+
+@NEEDS_ENGINE
+def test_no_result_without_the_table_of_reciprocals(compiler, tmp_path):
+    """Before the table is set, a recipe that needs it returns 1, and so do later calls."""
+    text = (EXAMPLES / "quantize.c").read_text()
+    (tmp_path / "without.c").write_text(text.replace("  fp4kit_set_reciprocals(reciprocals);\n", ""))
+    for name, code in (("nvfp4-te", 0), ("nvfp4-flashinfer", 1)):
+        program = build(name, "without.c", compiler, tmp_path)
+        assert subprocess.run([program], cwd=tmp_path, capture_output=True).returncode == code
 
 
 @NEEDS_ENGINE

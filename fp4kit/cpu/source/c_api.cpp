@@ -60,6 +60,7 @@ FP4KIT_EXPORT int fp4kit_element(const char* key) {
 // caller must not free the table.
 FP4KIT_EXPORT void fp4kit_set_reciprocals(const signed char* table) {
   reciprocal_table = table;
+  lacks_reciprocals = false;
 }
 
 }  // extern "C"
@@ -137,7 +138,17 @@ FP4KIT_EXPORT i32 fp4kit_quantize(const EncodeCall* prototype, const void* x, co
       static_cast<size_t>(Tiles{call.x.rows, call.x.columns, call.tile_rows, call.tile_columns}.count()));
   call.needs_fallback = needs_fallback.data();
   encode_tiles(call, found.known(call));
-  return any_marked(needs_fallback);
+  return any_marked(needs_fallback) || lacks_reciprocals;
+}
+
+// Store what fp4kit_dequantize takes as `tensor`: the encode scales of `count` tensor amaxes, then their decode scales,
+// then the amaxes. They are all 1 if tensor_rule is -1.
+FP4KIT_EXPORT void fp4kit_tensor_scales(i32 tensor_rule, i32 input, const float* amax, i64 count, float* tensor) {
+  for (i64 i = 0; i < count; ++i) {
+    const TensorScale scale =
+        tensor_rule < 0 ? TensorScale{1.0f, 1.0f, 1.0f} : kTensorRules[tensor_rule].scale[input](amax[i]);
+    tensor[i] = scale.encode, tensor[count + i] = scale.decode, tensor[2 * count + i] = scale.amax;
+  }
 }
 
 // Fake-quantize the matrix at x (encode and decode it again), and store the values in `out`. Return 0 on success.
@@ -261,7 +272,7 @@ FP4KIT_EXPORT i32 fp4kit_dequantize(const DecodeCall* prototype, const u8* packe
       static_cast<size_t>(Tiles{call.rows, call.columns, call.tile_rows, call.tile_columns}.count()));
   call.needs_fallback = needs_fallback.data();
   fp4kit_decode(&call);
-  return any_marked(needs_fallback);
+  return any_marked(needs_fallback) || lacks_reciprocals;
 }
 
 // Scale search: for every block of the matrix, store in call->out the block amax whose scale gives the smallest loss

@@ -3,6 +3,7 @@
 // needs.
 #pragma once
 
+#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -67,6 +68,7 @@ static __forceinline__ float larger_float(float a, float b) {
 // values are those of reference/arith.py. Python passes the table by fp4kit_set_reciprocals before any other call, and
 // the table never changes.
 inline const signed char* reciprocal_table = nullptr;
+inline std::atomic<bool> lacks_reciprocals{false};  // a call needed the table before it was set
 
 // Return the number that rcp.approx.ftz.f32 of sm_90 returns for x: an approximate 1 / x. Subnormal operands and
 // results are flushed to zero, with their sign. So zeros and subnormal x give infinity, and infinities give zero. NaN
@@ -75,6 +77,10 @@ __attribute__((const, noinline)) inline float rcp_approx_ftz(float x) {
   const u32 bits = bits_of(x);
   const float exact = 1.0f / flush(x);
   if (!is_finite(exact) || !is_finite(x)) return exact;
+  if (!reciprocal_table) {
+    lacks_reciprocals = true;
+    return nan_value();
+  }
   const float significand = float_of((bits & 0x7FFFFFu) | 0x3F800000u);
   const u32 approximate =
       bits_of(1.0f / significand) + static_cast<u32>(static_cast<i32>(reciprocal_table[bits & 0x7FFFFFu]));
