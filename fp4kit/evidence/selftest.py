@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import os
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import ml_dtypes
@@ -36,6 +36,7 @@ from fp4kit.ops.engines import specification
 from fp4kit.ops.quantize import dequantize, fake_quantize, quantize
 from fp4kit.quantized.container import Quantized
 from fp4kit.recipes import Recipe
+from fp4kit.storage.files import signals_held
 from fp4kit.units import UNITS
 
 INFINITY = 0x7F800000
@@ -383,17 +384,20 @@ def plan(engine: ComparedEngine, golden: GoldenSet | None, quick: bool) -> list[
 
 def run(tasks: list[Task], threads: int | None = None) -> Iterator[Finished]:
     """Run the tasks on several threads, and yield each result when it is ready, in the order of completion."""
-    from fp4kit.checkpoint.executors import run_all  # imports fp4kit.checkpoint, which the tasks do not need
-
+    finished: SimpleQueue[Finished] = SimpleQueue()  # unlike a Future, it has no lock that a signal can leave locked
     with ThreadPoolExecutor(threads or min(os.cpu_count() or 1, 16)) as pool:
-        yield from run_all(pool, deque((_finish, (task,)) for task in tasks))
+        with signals_held():
+            for task in tasks:
+                pool.submit(_finish, task, finished)
+        for _ in tasks:
+            yield finished.get()
 
 
-def _finish(task: Task) -> Finished:
-    """Run a task and return its result. If the task raises an exception, the result has its text and no counts."""
+def _finish(task: Task, finished: SimpleQueue[Finished]) -> None:
+    """Run a task and queue its result. If the task raises an exception, the result has its text and no counts."""
     start = time.perf_counter()
     try:
         outcome, error = task.run(), ""
     except Exception as caught:
         outcome, error = Outcome(), f"{type(caught).__name__}: {caught}"
-    return Finished(task, outcome, time.perf_counter() - start, error)
+    finished.put(Finished(task, outcome, time.perf_counter() - start, error))
