@@ -14,9 +14,9 @@ from fp4kit.arrays.imports import import_arrays, import_to_host, to_host
 from fp4kit.formats import IntegerOrFloat
 from fp4kit.layouts import unpack, unswizzle_scales
 from fp4kit.quantized.container import PARTS, Quantized
-from fp4kit.recipes import ALIASES, PRODUCER_ALIASES, Recipe
+from fp4kit.recipes import ALIASES, ALL_RECIPES, PRODUCER_ALIASES, Recipe
 from fp4kit.recipes.schema import EVIDENCE
-from fp4kit.recipes.table import is_listed
+from fp4kit.recipes.table import is_listed, title
 from fp4kit.reference.codec import exponent_bits
 
 Row = tuple[str, ...]
@@ -283,7 +283,7 @@ def quantized_panel(q: Quantized) -> Panel:
     if found.saturated and isinstance(q.tensor_amax, np.ndarray) and not q.tensor_amax.any():
         facts.append(("note", "codes are not zero although tensor_amax is 0: x holds NaN, or tensor_amax was passed"))
     bars = by_exponent(found.scales, found.counts) if found.counts.sum() > 1 else ()
-    return Panel(f"Quantized {q.recipe.id}", tuple(facts), heading="scales by exponent", bars=bars)
+    return Panel(f"Quantized {title(q.recipe)}", tuple(facts), heading="scales by exponent", bars=bars)
 
 
 def _other_levels(q: Quantized) -> list[tuple[str, str]]:
@@ -339,21 +339,26 @@ def recipe_panel(r: Recipe) -> Panel:
     default.
     """
     formulas = f"fp4kit.explain(x, {r.id!r}, index) applies them step by step" if is_listed(r) else ""
-    names = [name for name, target in ALIASES.items() if target == r.id]
-    kind = "in the table" if is_listed(r) else "a variant, not in the table"
+    listed = is_listed(r) or r.id not in ALL_RECIPES
+    names = [name for name, target in ALIASES.items() if target == r.id and listed]
+    kind = "in the table" if is_listed(r) else "your own" if listed else f"a variant of {r.id}, not in the table"
     facts = [
         ("recipe", f"{kind}, also called {', '.join(names)}" if names else kind),
         ("elements", f"{r.element}, {r.element.bits} bits, up to {r.element.max:g}"),
         ("scales", ", ".join(map(str, r.scale_levels))),
         *_rules(r),
         ("formulas", formulas),
-        ("exact", r.exact),
+        ("exact", r.exact if listed else ""),
         ("evidence", evidence_text(r) if is_listed(r) else ""),
-        *((alias.id, f"{alias.source}, {alias.exact}") for alias in PRODUCER_ALIASES.values() if alias.of == r.id),
+        *(
+            (alias.id, f"{alias.source}, {alias.exact}")
+            for alias in PRODUCER_ALIASES.values()
+            if alias.of == r.id and listed
+        ),
         ("source", r.source),
-        *((("versions", str(r.versions)),) if r.versions else ()),
+        *((("versions", str(r.versions)),) if r.versions and listed else ()),
     ]
-    return Panel(f"Recipe {r.id}", tuple(fact for fact in facts if fact[1]))
+    return Panel(f"Recipe {title(r)}", tuple(fact for fact in facts if fact[1]))
 
 
 def evidence_text(r: Recipe) -> str:

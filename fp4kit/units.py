@@ -211,6 +211,13 @@ class Unit:
         """Return Unit('id')."""
         return f"Unit({self.id!r})"
 
+    def __str__(self) -> str:
+        """Return the id, what was compared with hardware, and the other fields, one per line."""
+        facts = {name: getattr(self, name) for name in ("checked", "order", "promote", "fp8_as")} | self.steps()
+        return "\n".join(
+            [f"Unit {self.id}", *(f"  {name:10}{fact}" for name, fact in facts.items() if fact is not None)]
+        )
+
     def __post_init__(self) -> None:
         for name in ("id", "checked"):
             if type(getattr(self, name)) is not str or not getattr(self, name):

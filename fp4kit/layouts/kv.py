@@ -23,7 +23,7 @@ Sources: vLLM 0cd789b csrc/libtorch_stable/nvfp4_kv_cache_kernels.cu; FlashInfer
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -256,7 +256,7 @@ class KVCache:
     """
 
     layout: KVLayout
-    arrays: tuple[Any, ...]
+    arrays: tuple[Any, ...] = field(repr=False)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layout", as_layout("KVCache", self.layout))

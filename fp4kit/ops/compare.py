@@ -23,6 +23,7 @@ from fp4kit.quantized.container import Quantized
 from fp4kit.quantized.slicing import box_of
 from fp4kit.quantized.slicing import on_host as quantized_on_host
 from fp4kit.recipes import Recipe, recipe_of
+from fp4kit.recipes.table import title
 from fp4kit.types import Array, RecipeId
 
 BOX_ELEMENTS = 1 << 16  # temporaries of a box, up to 50 bytes per element, stay in the second-level cache
@@ -239,7 +240,11 @@ class Comparison(Shown):
             distance = f"{self.max_ulp:,} ulp, " if self.max_ulp < _MEANINGFUL_ULP else ""
             if self.max_steps:
                 distance = f"{self.max_steps} step{'s' * (self.max_steps > 1)} of {self.element}, "
-            facts.append(("largest", f"{distance}|a - b| = {self.max_error:.6g}; SQNR {self.sqnr:.2f} dB"))
+            error = f"|a - b| = {self.max_error:.6g}; SQNR {self.sqnr:.2f} dB"
+            if self.max_error != self.max_error:
+                distance = distance if self.max_ulp else ""
+                error = "|a - b| and SQNR are NaN, because a or b has a NaN, or both have an infinity"
+            facts.append(("largest", f"{distance}{error}"))
             digits = 17 if x != y and f"{x:.9g}" == f"{y:.9g}" else 9
             facts.append(("first", f"at {at}: {x:.{digits}g} and {y:.{digits}g}"))
         title = f"{self.names[0]} and {self.names[1]}: {'equal in every bit' if self.equal else 'different'}"
@@ -345,7 +350,7 @@ def _multiples(*operands: Any) -> list[int]:
 
 def _name(name: str, a: Any) -> str:
     """Return the name under which the table shows an argument: "a", or "a (mxfp4-ocp)" for a Quantized."""
-    return f"{name} ({a.recipe.id})" if isinstance(a, Quantized) else name
+    return f"{name} ({title(a.recipe)})" if isinstance(a, Quantized) else name
 
 
 def on_host(name: str, a: Any) -> Any:
@@ -555,7 +560,7 @@ def compare_recipes(
             if where is not None:
                 first[i, j] = first[j, i] = tuple(map(int, np.unravel_index(int(where.argmax()), where.shape)))
     codes, scales, tensor_scales, values = shares
-    ids = tuple(r.id for r in chosen)
+    ids = tuple(map(title, chosen))
     sqnr, largest, relative = np.array([_errors(array, parts[3].array) for parts in results]).T
     return RecipeComparison(ids, codes, scales, tensor_scales, values, first, sqnr, largest, relative, np.array(bits))
 

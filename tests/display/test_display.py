@@ -225,8 +225,17 @@ def test_print_of_a_recipe():
         "  elements          E2M1, 4 bits, up to 6",
         "  scales            E8M0 per 1 x 32 block",
     ]
-    variant = str(replace(fp4kit.recipe("nvfp4-te"), sign="negative"))
-    assert "a variant, not in the table" in variant and re.search(r"\n  sign +negative\n", variant)
+    r = replace(fp4kit.recipe("nvfp4-te"), sign="negative")
+    assert str(r).startswith("Recipe nvfp4-te with sign=negative\n") and re.search(r"\n  sign +negative\n", str(r))
+    assert "a variant of nvfp4-te, not in the table" in str(r)
+    assert not any(
+        f"\n  {claim} " in str(r) for claim in ("exact", "evidence", "versions")
+    ) and "also called" not in str(r)
+    q = fp4kit.quantize(ORDINARY, r)
+    assert repr(q).startswith("Quantized(nvfp4-te with sign=negative, ") and "a (nvfp4-te with" in str(
+        fp4kit.compare(q, q)
+    )
+    assert str(fp4kit.unit("mlx-cpu")).splitlines()[1].startswith("  checked   on an x86-64 CPU: mx.quantized_matmul")
     assert all(
         str(r).startswith(f"Recipe {r.id}\n") and r.exact in str(r) and r.source in str(r) for r in RECIPES.values()
     )

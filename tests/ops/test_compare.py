@@ -54,6 +54,8 @@ def test_arrays_ulp_nan_and_zero() -> None:
     b = np.array([np.nextafter(np.float32(1), np.float32(2)), -0.0, np.nan, -1], np.float32)
     result = fp4kit.compare(a, b)
     assert result.values == (2, 4) and result.max_ulp == 1 and result.codes == (0, 0)
+    assert "largest        1 ulp, |a - b| and SQNR are NaN, because a or b has a NaN" in str(result)
+    assert "largest        |a - b| and SQNR are NaN" in str(fp4kit.compare(a, np.float32([1, 0.0, 2, -1])))
     wide = fp4kit.compare(np.float32([-1e-45]), np.float32([1e-45]))
     assert wide.max_ulp == 3  # -1, -0, +0, +1 in steps of the smallest subnormal
 
