@@ -192,6 +192,10 @@ def make_plan(choice: QatChoice, weights: Sequence[TrainedWeight]) -> QatPlan:
         way_out = "pass include=, or correct the wildcards"
         if any(row.name == "weight" for row in rows):  # only weights of named layers are selected by default
             way_out = "'weight' belongs to no named layer; pass include=('weight',)"
+        elif any(row.reason.startswith("dtype ") for row in rows):
+            way_out = "convert the weights to float32, float16 or bfloat16"
+        elif any("is not a multiple of" in row.reason for row in rows):
+            way_out = "pad the weights, or use a recipe whose blocks fit"
         # Parameters that `parameters` does not match come last, because that reason is the least informative.
         ordered = sorted(rows, key=lambda row: row.reason.startswith(_UNNAMED))
         reasons = "; ".join(f"{row.name} ({row.reason})" for row in ordered[:3])

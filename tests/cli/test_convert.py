@@ -459,8 +459,9 @@ def test_identify_without_a_source_names_what_it_does_not_know(tmp_path: Path, r
 
 
 def test_verify_says_what_it_did_not_check(tmp_path: Path, run: Run) -> None:
-    synthetic.bert(tmp_path / "m")
-    for source in ((), ("--source", tmp_path / "m")):
+    for name in ("m", "other"):
+        synthetic.bert(tmp_path / name)
+    for source in ((), ("--source", tmp_path / "other")):
         unquantized = run("verify", tmp_path / "m", *source)
         assert unquantized.code == 1 and "error: model: there is neither a quantized layer" in unquantized.out
     found = json.loads(run("verify", tmp_path / "m", "--json").out)
@@ -472,7 +473,7 @@ def test_verify_says_what_it_did_not_check(tmp_path: Path, run: Run) -> None:
     assert "names, shapes and dtypes of 5 of 5 layers as expected; values were not compared: give" in alone.out
     assert "SQNR dB" not in alone.out and "SQNR dB" in compared.out  # no row of dashes
     words = " ".join(compared.out.split())
-    assert "5 of 5 layers as expected SQNR: median 20." in words and "an error of 9." in words
+    assert "5 of 5 layers as expected SQNR: median 20." in words and "a relative rms error of 9." in words
     assert "not checked" not in words and "next:" not in words
     assert "serve: " in words and words.index("serve: ") > words.index("SQNR: median")
     other = run("verify", tmp_path / "q", "--source", tmp_path / "m", "--recipe", "nvfp4-te-4over6-mae-448")
@@ -480,6 +481,9 @@ def test_verify_says_what_it_did_not_check(tmp_path: Path, run: Run) -> None:
     assert "0 of 5 layers as expected; the worst: encoder.layer.0." in " ".join(other.out.split())
     assert other.code == 1 and hint in " ".join(other.out.split())
     assert (alone.code, compared.code) == (0, 0)
+    for command in ("verify", "identify"):
+        itself = run(command, tmp_path / "q", "--source", tmp_path / "q")
+        assert itself.code == 2 and "is the checkpoint itself; give the model that it was made from" in itself.err
 
 
 def test_results_of_a_conversion_are_shown_in_one_line(tmp_path: Path) -> None:

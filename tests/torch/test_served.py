@@ -414,6 +414,15 @@ def test_wildcards():
     assert names == [f"model.layers.0.mlp.{name}_proj.weight" for name in ("gate", "up", "down")]
     with pytest.raises(ValueError, match=r"'weight' belongs to no named layer; pass include=\('weight',\)"):
         ft.fake_quantize_model(torch.nn.Linear(32, 16), "nvfp4-te")
+    for layer, way_out in (
+        (torch.nn.Linear(32, 16).double(), r"dtype float64\).*; convert the weights to float32"),
+        (
+            torch.nn.Linear(30, 16),
+            r"K = 30 is not a multiple of 16\).*; pad the weights, or use a recipe whose blocks fit",
+        ),
+    ):
+        with pytest.raises(ValueError, match=way_out):
+            ft.fake_quantize_model(torch.nn.Sequential(layer), "nvfp4-te")
     with pytest.warns(UserWarning, match=r"self_attn.\(q_proj\|k_proj\|v_proj\): v_proj stays unquantized"):
         ft.fake_quantize_model(a_llama(), "nvfp4-te", exclude=("*.v_proj.weight",))
 

@@ -576,7 +576,8 @@ _DESCRIBED = {
 def attention_types(declared: Config) -> dict[str, Any]:
     """Return the entries of msmodelslim's description that declare quantized attention or communication."""
     known = ("model_quant_type", "kv_quant_type")
-    return {key: one for key, one in declared.items() if _TYPE_OF_ATTENTION.fullmatch(key) and key not in known}
+    found = {key: one for key, one in declared.items() if _TYPE_OF_ATTENTION.fullmatch(key) and key not in known}
+    return {key: one for key, one in found.items() if not isinstance(one, dict)}  # torchao's quant_type is an object
 
 
 def _container_of_type(kind: str) -> str | None:

@@ -29,7 +29,7 @@ from fp4kit.checkpoint.identify.verdicts import CheckpointVerdict, LayerPair, La
 from fp4kit.checkpoint.model.closed_world import check_model
 from fp4kit.checkpoint.model.doubts import doubt_of, is_empty
 from fp4kit.checkpoint.model.inspect import Checkpoint, quantization_summary, recorded
-from fp4kit.checkpoint.model.model_files import Source, open_source
+from fp4kit.checkpoint.model.model_files import Source, open_original, open_source
 from fp4kit.checkpoint.model.slabs import Readers, inner_of, outer_scales, scales_of, slabs, tensor_scale_of, values_of
 from fp4kit.checkpoint.model.statistics import amax_and_nonfinite, doubts_of, reference_of, sampled_magnitudes
 from fp4kit.checkpoint.model.transforms import Counterparts, Origin, TurnedOrigin, undo
@@ -491,7 +491,7 @@ class PreparedIdentification:
         layers: Iterable[str] = (),
         all_rows: bool = False,
     ) -> None:
-        stored, origin = open_source(Path(destination)), open_source(Path(source))
+        stored, origin = open_source(Path(destination)), open_original(Path(source), Path(destination))
         known = weights_of(stored.tensors, stored.config, damaged=True)
         rotations = undo(stored, known, tuple(ignore)).rotations
         check_model(origin, origin.weights)

@@ -322,6 +322,13 @@ def open_source(root: Path) -> Source:
     return Source(root, config, beside, *parts)
 
 
+def open_original(source: Path, made: Path) -> Source:
+    """Open the model from which the checkpoint at ``made`` was made. Raise CheckpointError if it is the same path."""
+    if source.exists() and made.exists() and source.samefile(made):
+        raise CheckpointError(f"--source {source}: is the checkpoint itself; give the model that it was made from")
+    return open_source(source)
+
+
 def load_configs(root: Path) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """Return the content of config.json, {} if there is none, and of hf_quant_config.json, None if there is none."""
     config, beside = (

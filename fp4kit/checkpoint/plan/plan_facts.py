@@ -430,7 +430,7 @@ class Declared(NamedTuple):
     @property
     def line(self) -> str:
         """The outcome as a line for the user."""
-        verb = "are" if self.name.endswith("s") else "is"
+        verb = "are" if self.name.partition(" of ")[0].endswith("s") else "is"
         return f"the source's {self.name} {verb} {'left out' if self.outcome == DECODED else self.outcome}: {self.why}"
 
 

@@ -57,6 +57,11 @@ def summary_of(report: VerifyReport) -> Iterator[str]:
     named = {issue.subject for issue in report.issues}
     total, faulty = len(report.layers), sum(layer.name in named for layer in report.layers)
     text = f"{total - faulty} of {counted(total, 'layer')} as expected"
+    if report.source is not None and not any(layer.compared for layer in report.layers):
+        text = (
+            f"{total - faulty} of {counted(total, 'layer')} without a fault; no bytes were compared: name the recipe by"
+            " --recipe, which fp4kit identify finds"
+        )
     if report.source is None:
         text = f"names, shapes and dtypes of {text}; values were not compared: give --source SRC"
     if faulty:
@@ -66,11 +71,8 @@ def summary_of(report: VerifyReport) -> Iterator[str]:
     yield text
     if found := _decibels_of(report):
         middle, (least, name) = median(db for db, _ in found), min(found)
-        error = f"{100 * 10 ** (-middle / 20):.3g}%"  # root mean square, relative to the weights
-        text = (
-            f"SQNR: median {middle:.2f} dB, an error of {error} of the weights; worst {least:.2f} dB in {shown(name)}"
-        )
-        yield text
+        error = f"a relative rms error of {100 * 10 ** (-middle / 20):.3g}%"
+        yield f"SQNR: median {middle:.2f} dB, {error}; worst {least:.2f} dB in {shown(name)}"
     if report.parallel is not None:
         yield report.parallel.line
 

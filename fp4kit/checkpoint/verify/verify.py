@@ -23,7 +23,7 @@ from fp4kit.checkpoint.loaders.requirements import Sharding, obstacles, sharding
 from fp4kit.checkpoint.model.closed_world import ATTENTION, LEFT_OUT, check_model, is_attention_scale
 from fp4kit.checkpoint.model.doubts import CERTAIN, SWAPPED_NIBBLES, swapped_layers
 from fp4kit.checkpoint.model.inspect import Checkpoint
-from fp4kit.checkpoint.model.model_files import MANIFEST, Source, differences, load_manifest, open_source
+from fp4kit.checkpoint.model.model_files import MANIFEST, Source, differences, load_manifest, open_original
 from fp4kit.checkpoint.model.slabs import Readers, tensor_scale_of
 from fp4kit.checkpoint.model.statistics import StoredCounts, doubts_of, magnitude_of, reference_of, total
 from fp4kit.checkpoint.model.transforms import decodable, undo
@@ -224,7 +224,7 @@ def prepare(
             reference_of(model.weights.values()),
         )
         return Verification(model.root, None, settings, checks, (), tuple(issues), parallel, reference)
-    original = open_source(Path(source))
+    original = open_original(Path(source), Path(destination))
     facts, now = manifest.get("source"), source_facts(original)
     if isinstance(facts, dict):
         changed = sorted(name for name in {*facts, *now} if facts.get(name) != now.get(name))

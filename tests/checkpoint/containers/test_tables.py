@@ -212,7 +212,9 @@ def test_torchao(recipe: str, tmp_path: Path) -> None:
         parts["._weight_per_tensor_scale"] = np.asarray(q.tensor_scale)
     kind = "NVFP4Tensor" if recipe.startswith("nvfp4") else "MXTensor"
     entry = json.dumps({"_type": kind, "_data": {"is_swizzled_scales": True}})
-    model = written(tmp_path / "m", parts, {f"{NAME}.weight": entry}, quant_method="torchao", quant_type={})
+    types = {"default": {"_type": "NVFP4WeightOnlyConfig", "_data": {"use_dynamic_per_tensor_scale": True}}}
+    model = written(tmp_path / "m", parts, {f"{NAME}.weight": entry}, quant_method="torchao", quant_type=types)
+    assert not any("attention" in text for text in make_plan(model, format="bf16").warnings)
     check(model, fp4kit.dequantize(q, np.float32), f"torchao {recipe.partition('-')[0].upper()}")
     linear = json.dumps({"_type": kind, "_data": {"is_swizzled_scales": False}})
     other = written(tmp_path / "n", parts, {f"{NAME}.weight": linear}, quant_method="torchao", quant_type={})

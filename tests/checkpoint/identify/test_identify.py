@@ -532,7 +532,7 @@ def test_models_without_layers_in_common(tmp_path):
     synthetic.dense(tmp_path / "in")
     convert(tmp_path / "in", tmp_path / "out")
     with synthetic.refused("no quantized layer of a known format"):
-        identify_checkpoint(tmp_path / "in", tmp_path / "in")
+        identify_checkpoint(tmp_path / "in", tmp_path / "out")
     synthetic.bert(tmp_path / "bert")
     with synthetic.refused("give the model that it was made from"):
         identify_checkpoint(tmp_path / "out", tmp_path / "bert")
