@@ -118,7 +118,9 @@ def quantize(
         SGLang, qwix, comfy-kitchen (MXFP8), Nunchaku and aiter also read the amax of the block.
 
     Exact:
-        Equals the producer's bytes; recipe.exact names the exceptions.
+        Equals the producer's bytes; recipe.exact names the exceptions. With stochastic rounding and random bytes, the
+        codes are those of TE's software rounding. The bytes of an int seed are fp4kit's own, except for the recipes
+        that are named at `seed`.
 
         If you pass x again with the scales of an earlier result q, you get q again in every bit, except for
         tensor_amax. One case can differ. Some recipes (nvfp4-flashinfer, nvfp4-compressed-tensors, fp8-modelopt,
