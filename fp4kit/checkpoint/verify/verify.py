@@ -380,13 +380,13 @@ def _compared_with_source(
     used |= matrices | {item.name for item in items if item.why in LEFT_OUT}
     used |= {name for names in transposed.values() for name in names}
     without = [check.stored.name for check in checks if check.origin is None and check.stored.name not in transposed]
-    unlike_source = {item.name for item in model.items if item.why in (*LEFT_OUT, ATTENTION)}  # only some tools write
+    left = {item.name for item in model.items if item.why in (*LEFT_OUT, ATTENTION)}  # only some tools write
     copies, unlike, cast = [], [], []
     for name, (file, entry) in model.tensors.items():
         if name in made:
             continue
         if name not in original.tensors:
-            without += [] if is_attention_scale(name) or name in unlike_source else [name]
+            without += [] if is_attention_scale(name) or name in left else [name]
             continue
         used.add(name)
         if entry.note:
@@ -410,7 +410,8 @@ def _compared_with_source(
         issues.append(Issue("warning", name, f"is a transposed part of {', '.join(names)} and is not compared"))
     if any_quantized(known.values()):
         issues += _quantized_although_kept(model, checks)
-    for why, n in Counter(check.why for check in checks if check.why).items():
+    alone = dict.fromkeys((check.stored.name, check.why) for check in checks if check.why)  # a stack counts once
+    for why, n in Counter(why for _, why in alone).items():
         issues.append(Issue("warning", "model", f"{n} layer{' is' if n == 1 else 's are'} not re-encoded: {why}"))
     return checks, tuple(copies), issues
 
