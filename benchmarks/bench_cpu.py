@@ -12,8 +12,8 @@ with bytes 0xEE before that, so that unwritten memory is found.
 
 The calls of a row take turns. They are fp4kit on one thread, on all threads and with preallocated results (`out=`), the
 specification, and the other libraries. Short calls, and all calls of the group "sizes", follow an untimed call.
-Reported times are medians; the smallest time is reported too. The script fails if results are wrong, but not if calls
-are slow.
+Reported times are medians; the smallest time is reported too. For recipes other than the seven of the first table, the
+specification is timed once. The script fails if results are wrong, but not if calls are slow.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from cpu_sweep import SHAPES, sweep
 from measure import BF16, F16, F32
 from records import head
 from rows import CpuRow
-from timing import WARMED, Watch, alternate, watch
+from timing import WARMED, Time, Watch, alternate, watch
 
 import fp4kit
 
@@ -186,11 +186,13 @@ class CpuBench:
             x: the unquantized array, whose shape and dtype the row records
             beside: True to time the matching calls of other libraries too
         """
-        check(case)
+        seconds = check(case)
         others, failed = {}, {}
         if beside and self.peers is not None:
             others, failed = self.peers.watches(case.operation, recipe.partition("-")[0])
-        times = alternate({**self.watches(case), **others}, self.args.repeat)
+        is_brief = group == "recipes" and not beside  # the specification takes most of the time of several hundred rows
+        times = alternate({**self.watches(case, not is_brief), **others}, self.args.repeat)
+        times |= {"specification": Time.of([seconds])} if is_brief else {}
         peers = {name: times.pop(name) for name in others}
         row = CpuRow(
             group=group,

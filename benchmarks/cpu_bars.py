@@ -53,7 +53,9 @@ def bars(rows: list[CpuRow], loops: Mapping[str, float], sweep: Mapping[str, Any
     return [
         _rate_bar("quantize bf16", quantize, 2, loops.get("two passes")),
         _rate_bar("quantize bf16, the goal", quantize, 5, loops.get("two passes")),
-        _rate_bar("quantize stochastic bf16", [row for row in rows if row.operation == "quantize stochastic"], 1.5, None),
+        _rate_bar(
+            "quantize stochastic bf16", [row for row in rows if row.operation == "quantize stochastic"], 1.5, None
+        ),
         _rate_bar("dequantize to bf16", dequantize, 5, loops.get("expand")),
         _at_least(
             "times faster than the specification, every row, noise 5%",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -60,15 +61,21 @@ def poison(target: Any) -> None:
             part.view(np.uint8)[...] = POISON
 
 
-def check(case: CpuCase) -> None:
-    """Raise AssertionError unless the result of every call of the case equals the specification's result."""
+def check(case: CpuCase) -> float:
+    """Raise AssertionError unless the result of every call of the case equals the specification's result.
+
+    Return the seconds that the specification took.
+    """
     poison(case.target)
     with fp4kit.specification():
+        start = time.perf_counter()
         wanted = case.call()
+        seconds = time.perf_counter() - start
     wanted = copy.deepcopy(wanted) if wanted is case.target else wanted
     for call in case.calls.values():
         poison(case.target)
         same(call(), wanted, case.operation)
+    return seconds
 
 
 def same(actual: Any, wanted: Any, name: str) -> None:
