@@ -21,6 +21,7 @@ from fp4kit.checkpoint.plan.layer_recipes import experts_only
 from fp4kit.checkpoint.plan.request import Request
 from fp4kit.checkpoint.selection import selection
 from fp4kit.checkpoint.selection.names import adapter_tensor, partly_converted, shared_amax_groups, unwrapped
+from fp4kit.contract.engine_table import TORCH
 from fp4kit.contract.engines import Serving, serving_of
 from fp4kit.recipes import Recipe, recipe_of, rules
 from fp4kit.recipes.schema import as_stored, decoding
@@ -152,6 +153,7 @@ class QatPlan:
         served_dtype: the dtype to which the values are rounded; None for that of each parameter.
         warns_of_float32: True if values of float32 parameters are trained, which loaders round to 16 bits.
         of_stacks: the recipe of stacks of experts, if an engine decodes them by another rule; otherwise None.
+        serving: the record of the engine that will serve the model; None if the user names no engine.
     """
 
     recipe: Recipe
@@ -162,6 +164,7 @@ class QatPlan:
     served_dtype: str | None = None
     warns_of_float32: bool = False
     of_stacks: Recipe | None = None
+    serving: Serving | None = field(default=None, repr=False)
 
     @property
     def selected(self) -> list[TrainedWeight]:
@@ -218,7 +221,9 @@ def make_plan(choice: QatChoice, weights: Sequence[TrainedWeight]) -> QatPlan:
     of_stacks = None  # transformers decodes experts with the stored scales, whatever it does with linear layers
     if choice.serving is not None and choice.serving.decode_rule and form is not None:
         of_stacks = as_stored(choice.serving.weights, form.divides)
-    return QatPlan(stored, format, tuple(rows), shares, note, choice.served_dtype, rounded, of_stacks)
+    if choice.serving is not None and choice.serving.quantizes_within:
+        warnings.warn(f"{choice.op}: {_not_emulated(choice.serving)}", stacklevel=4)
+    return QatPlan(stored, format, tuple(rows), shares, note, choice.served_dtype, rounded, of_stacks, choice.serving)
 
 
 def _form_for(choice: QatChoice) -> tuple[Container | None, str]:
@@ -334,7 +339,9 @@ def _warn_of_halves(op: str, rows: Sequence[TrainedWeight]) -> None:
         warnings.warn(f"{op}: {line}", stacklevel=4)
 
 
-_FLOAT32 = 'note: in float32; loaders usually decode to bfloat16; served_dtype="bfloat16" trains with these values'
+_FLOAT32 = "note: in float32; loaders usually decode to bfloat16; "
+_OWN_DTYPE = 'served_dtype="bfloat16" trains with these values'
+_MODEL_DTYPE = "a model in bfloat16 trains with these values"
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
@@ -355,9 +362,18 @@ class QuantizedNames(list[str]):
         return table_of(self.plan)
 
 
+def _not_emulated(row: Serving) -> str:
+    """Return a sentence about the part of an engine's computation that a model with fake-quantized operands lacks."""
+    inputs = " and quantizes inputs itself" if row.quantizes_within else ""
+    return f"{row.engine} multiplies as the unit {row.product!r} does{inputs}; the model multiplies in its own dtype"
+
+
 def table_of(plan: QatPlan) -> str:
     """Return a table of all parameters as text: what is fake-quantized, what is not, and why."""
+    engine = plan.serving
     served = f"values as served from --format {plan.format}" if plan.format else f"no checkpoint: {plan.note}"
+    if engine is not None and engine.container and engine.format is None:
+        served = f"values as {engine.engine} serves them from {engine.container}"
     if plan.served_dtype is not None:
         served += f", decoded to {plan.served_dtype}"
     head = f"{len(plan.names)} of {len(plan.rows)} parameters fake-quantized by {plan.recipe.id}; {served}"
@@ -370,4 +386,7 @@ def table_of(plan: QatPlan) -> str:
     cells += [(line[0], str(count), *line[1:]) for line, count in lines.items()]
     widths = [*(max(len(line[i]) for line in cells) for i in range(4)), 0]
     text = [" ".join(map(str.ljust, line, widths)).rstrip() for line in cells]
-    return "\n".join([head, *text, *[_FLOAT32] * plan.warns_of_float32])
+    decodes = engine is None or not engine.quantizes_within
+    notes = [_FLOAT32 + (_OWN_DTYPE if engine is None else _MODEL_DTYPE)] * (plan.warns_of_float32 and decodes)
+    notes += [f"note: {_not_emulated(engine)}"] if engine is not None and engine.product != TORCH else []
+    return "\n".join([head, *text, *notes])

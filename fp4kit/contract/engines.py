@@ -76,6 +76,11 @@ class Serving:
         return first if first not in ("", "gguf") else None
 
     @property
+    def quantizes_within(self) -> bool:
+        """True if the product quantizes inputs, as in llama.cpp, so that no recipe of inputs stands for it."""
+        return self.activations is None and self.product in ENGINE_ORDERS and not self.scheme.endswith("a16")
+
+    @property
     def loaded(self) -> Recipe:
         """The recipe of the weights, with the rule by which the engine decodes them."""
         rule = self.decode_rule

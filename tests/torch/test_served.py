@@ -409,6 +409,20 @@ def test_wrong_arguments(case):
         ft.fake_quantize_model(a_llama(), "nvfp4-te", **options)
 
 
+def test_what_an_engine_computes_beyond_operands_is_said():
+    layer = torch.nn.Sequential(torch.nn.Linear(256, 64))
+    with pytest.warns(
+        UserWarning, match="llama.cpp multiplies as the unit 'ggml-avx2-repacked' does and quantizes inp"
+    ):
+        text = str(ft.fake_quantize_model(layer, engine="llama.cpp", scheme="mxfp4-w4a8"))
+    assert "by mxfp4-gguf; values as llama.cpp serves them from gguf MXFP4\n" in text and "in float32" not in text
+    layer = torch.nn.Sequential(torch.nn.Linear(256, 64))
+    text = str(ft.fake_quantize_model(layer, engine="MLX", scheme="mxfp4-w4a16"))
+    assert "note: MLX multiplies as the unit 'mlx-cpu' does; the model" in text and "served_dtype" not in text
+    within = {(row.engine, row.scheme) for row in fp4kit.servings() if row.quantizes_within}
+    assert within == {("llama.cpp", "mxfp4-w4a8"), ("llama.cpp", "nvfp4-w4a8")}
+
+
 def test_wildcards():
     names = ft.fake_quantize_model(a_llama(), "nvfp4-te", parameters=("*.mlp.*",), exclude=("*layers.1*",))
     assert names == [f"model.layers.0.mlp.{name}_proj.weight" for name in ("gate", "up", "down")]

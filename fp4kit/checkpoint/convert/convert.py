@@ -253,7 +253,8 @@ def convert(
             layers that share the tensor scale.
         codes: the path of a quantized version of the model, whose codes are copied; None to quantize.
         search: how to search the block scales of smallest error; None for no search.
-        activations: measured activations, from which every layer gets its own input scale; None for none.
+        activations: Activations, a Collector, or paths of its files, from which every layer gets its own input scale;
+            None for none.
         options: workers, devices and other choices that do not change the result; None for the defaults.
         ignore: globs of unknown tensors, config keys and metadata entries to leave out. By default, fp4kit rejects a
             model with such contents.

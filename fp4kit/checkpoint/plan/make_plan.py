@@ -291,9 +291,9 @@ def make_plan(source: str | Path, recipe_id: str | Recipe | None = None, **optio
         search: how to search the scale with the smallest error for every block, for example ScaleSearch.of("mse",
             column_weights). Needs nvfp4-modelopt-static, nvfp4-modelopt-static-4over6, nvfp4-gguf or mxfp4-gguf, and
             the format modelopt, compressed-tensors or GGUF. None leaves the block scales to the recipe.
-        activations: measured activations, from which every layer gets its own input scale, for example
-            Activations.of(["activations.safetensors"]). A layer that keeps its codes also keeps its own input scale, if
-            it has one. None if there are no measured activations.
+        activations: Activations, a Collector, or paths of its files, from which every layer gets its own input scale. A
+            layer that keeps its codes also keeps its own input scale, if it has one. None if there are no measured
+            activations.
         ignore: globs of tensors, config keys and metadata entries. fp4kit refuses a model with entries that it does not
             know; those that match a glob are left out of the output instead. Every glob must match such an entry.
         split_max_size: write a GGUF model as several files, each with at most this many bytes of tensors, as

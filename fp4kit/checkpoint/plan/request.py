@@ -10,10 +10,10 @@ from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from functools import wraps
 from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import Any, TypedDict, TypeVar
+from typing import Any, SupportsFloat, TypedDict, TypeVar
 
 from fp4kit.arguments import Flag, flag, no_argument
-from fp4kit.calibration import RULES, UNSEEN
+from fp4kit.calibration import RULES, UNSEEN, Collector
 from fp4kit.call.parse import HADAMARD_SIZES
 from fp4kit.checkpoint.containers import table
 from fp4kit.checkpoint.containers.configs import ALL_FORMATS, FORMATS, MIXED, WRITTEN
@@ -92,7 +92,7 @@ class RequestOptions(TypedDict, total=False):
     codes: str | Path | None
     recipes: Iterable[tuple[str, str | Recipe]]
     search: ScaleSearch | None
-    activations: Activations | None
+    activations: Activations | Collector | str | Path | Iterable[str | Path] | None
     ignore: Iterable[str]
     split_max_size: int | None
     hadamard: int | None
@@ -293,6 +293,7 @@ class Request:
             _INPUTS,
             choices=UNSEEN,
         ),
+        made=lambda given: given if given is None or isinstance(given, Activations) else Activations.of(given),
         facts=lambda request: {"activations": request.activations and {**request.activations.facts}},
     )
     ignore: tuple[str, ...] = option(
@@ -496,8 +497,10 @@ class Request:
         for kind, value, known in (("format", self.format, ALL_FORMATS), ("nonfinite", self.nonfinite, NONFINITE)):
             yield value not in (None, *known) and (f"{kind} {value}", f"unknown; use one of {', '.join(known)}")
         scale, size = self.input_scale, self.split_max_size
-        is_normal = scale is None or float(FLT_MIN) <= scale <= float(FLT_MAX)
-        yield not is_normal and ("input scale", f"got {scale}; a positive normal float32 is needed, such as 1.0")
+        is_normal = scale is None or (
+            isinstance(scale, SupportsFloat) and float(FLT_MIN) <= float(scale) <= float(FLT_MAX)
+        )
+        yield not is_normal and ("input scale", f"got {scale!r}; a positive normal float32 is needed, such as 1.0")
         is_size = size is None or (type(size) is int and size > 0)
         yield not is_size and ("split_max_size", f"got {size!r}; a positive number of bytes is needed")
         yield self.fp8_as not in FP8_AS and (f"--fp8-as {self.fp8_as}", f"unknown; use one of {', '.join(FP8_AS)}")

@@ -152,11 +152,16 @@ REFUSED: list[tuple[str | None, dict[str, Any], str]] = [  # recipe, options, pa
         (None, {"format": "compressed-tensors", "hadamard": 16, "hadamard_only": names}, "loaders fuse these layers")
         for names in (["*.q_proj"], ["*.[qk]_proj"])
     ),
+    (
+        None,
+        {"activations": "no-file"},
+        "activations: no-file: is not a file; needs a file that fp4kit.calibration.Collec",
+    ),
     (None, {"adapter_scales": "all"}, "adapter scales all: unknown; use one of nearest, base, new"),
     (None, {"adapter_scales": "base"}, "adapter scales base: is about layers with an update; add --adapter DIR"),
     *(
         (None, {"input_scale": value}, f"input scale: got {value}; a positive normal float32 is needed, such as 1.0")
-        for value in (0.0, -1.0, float("nan"), float("inf"), 1e-39, 1e39)
+        for value in (0.0, -1.0, float("nan"), float("inf"), 1e-39, 1e39, [1])
     ),
     *(
         (recipe, {}, f"recipe {recipe}: is for stochastic rounding, but convert rounds to nearest; use {plain}")
