@@ -191,18 +191,22 @@ def _unusable(name: str, value: float) -> tuple[str, str] | None:
 _KEPT = {".weight_scale_2": "the largest", ".weight_global_scale": "the largest divisor, which is the smallest scale,"}
 
 
-def _disagreement(members: list[str], suffix: str, scales: Mapping[str, float]) -> str | None:
-    """Return a message if vLLM would fuse layers with different tensor scales into one layer with one scale."""
+def _disagreement(engine: str, members: list[str], suffix: str, scales: Mapping[str, float]) -> str | None:
+    """Return a message if an engine would fuse layers with different tensor scales into one layer with one scale."""
+    # Read in the sources of both engines. SGLang (modelopt_quant.py, compressed_tensors_w4a4_nvfp4.py and _w4a16; pull
+    # requests 29151 and 27588) reduces fused linear layers as vLLM does. Of its back ends for experts, only
+    # flashinfer_trtllm keeps both scales of a ModelOpt expert, and newer versions reject weight-only experts.
     values = {split_module(member)[1]: scales[member + suffix] for member in members if member + suffix in scales}
     if len(set(values.values())) < 2 or not all(math.isfinite(value) and value > 0 for value in values.values()):
         return None
-    which, kept = _KEPT[suffix], max(values.values())
+    which, kept, by = _KEPT[suffix], max(values.values()), ""
     gate = next((leaf for leaf in ("gate_proj", "w1") if leaf in values), None)
     if gate and container_of(members[0]):
         which, kept = f"that of {gate}", values[gate]
+        by = " by most back ends" if engine == "SGLang" else ""
     ratio = {leaf: (kept / value if suffix == ".weight_scale_2" else value / kept) for leaf, value in values.items()}
     off = ", ".join(f"{leaf} by {factor:.4g}" for leaf, factor in ratio.items() if factor != 1)
-    text = f"{suffix[1:]} differs; {which} is used for all, so values are off by a factor: {off}"
+    text = f"{suffix[1:]} differs; {which} is used for all{by}, so values are off by a factor: {off}"
     return f"{text}; fp4kit reconcile repairs it"
 
 
@@ -214,11 +218,12 @@ def _scale_findings(layers: Iterable[str], scales: Mapping[str, float], engines:
         layer, part = split_module(name)
         if fault := _unusable(part, value):
             yield from (finding(engine, fault[0], layer, fault[1]) for engine in engines)
-    if "vLLM" in engines:
-        for key, members in fused_groups(layers).items():
+    groups = fused_groups(layers)
+    for engine in (one for one in ("vLLM", "SGLang") if one in engines):
+        for key, members in groups.items():
             for suffix in _KEPT:
-                if text := _disagreement(members, suffix, scales):
-                    yield finding("vLLM", "error", group_name(*key), text)
+                if text := _disagreement(engine, members, suffix, scales):
+                    yield finding(engine, "error", group_name(*key), text)
 
 
 # (container, engine) -> True if the known fault concerns only experts, False if only other layers

@@ -261,8 +261,8 @@ def _in_layer(parameter: str, is_mtp: bool, gated: bool) -> tuple[str, ...] | No
 
 # Fused layers ---------------------------------------------------------------------------------------------------------
 # The members of a fused layer must share one tensor amax, and an exclusion list must name all of them or none: a fused
-# layer has one tensor scale. vLLM uses the largest scale of the members, or the gate's scale for a gated MLP, and does
-# not rescale the codes, so that members with other scales silently lose accuracy.
+# layer has one tensor scale. vLLM and SGLang use the largest scale of the members, or the gate's scale for a gated MLP
+# of an expert, and do not rescale the codes, so that members with other scales silently lose accuracy.
 
 
 class Fusion(NamedTuple):

@@ -302,7 +302,7 @@ def test_tensor_scales_that_disagree_name_the_loader_and_what_it_does(tmp_path: 
     model, _ = made(tmp_path)
     poke(model, f"{K}.weight_scale_2", 3, lambda b: b + 1)
     found = [issue for issue in errors(verify(model)) if "differs" in issue.text and issue.loader]
-    assert [issue.loader.partition(" ")[0] for issue in found] == ["vLLM"]
+    assert [issue.loader.partition(" ")[0] for issue in found] == ["vLLM", "SGLang"]
     assert "(q_proj|k_proj|v_proj)" in found[0].subject and "the largest is used for all" in found[0].text
 
 
