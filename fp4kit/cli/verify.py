@@ -130,8 +130,7 @@ def _verdict(report: VerifyReport) -> str:
     if report.source is not None:
         differing = sum(layer.differing for layer in report.layers)
         if compared := sum(layer.compared for layer in report.layers):
-            recipe = (report.recipe or "its format") + (f" with scales {report.scales}" if report.scales else "")
-            text += f"; {differing} of {compared} bytes differ from the source encoded with {recipe}"
+            text += f"; {differing} of {compared} bytes differ from {report.expected}"
         text += f"; {len(report.changed)} of {report.copied} copied tensors differ"
     return f"{text}; errors: {report.errors}, warnings: {warnings}"
 

@@ -39,7 +39,7 @@ from fp4kit.lazy import lazy_property
 from fp4kit.recipes import Recipe
 from fp4kit.recipes import recipe as find_recipe
 from fp4kit.recipes.table import from_data
-from fp4kit.storage.files import FLOAT_DTYPES, CheckpointError, listed, parse_object, shown
+from fp4kit.storage.files import FLOAT_DTYPES, NUMPY_DTYPES, CheckpointError, listed, parse_object, shown
 from fp4kit.storage.gguf_file import GgufFile, whole_path
 
 
@@ -95,8 +95,8 @@ class VerifyReport:
     """The result of a verification.
 
     path, source: the checkpoint, and the source that it was compared with, or None.
-    recipe: the id of the recipe with which layers were re-encoded; None if it is unknown. PATTERN=ID follows for every
-        pattern whose layers have another recipe.
+    recipe: the id of the recipe with which layers were re-encoded; None if it is unknown, or if no layer is quantized.
+        PATTERN=ID follows for every pattern whose layers have another recipe.
     scales: how block scales were searched, such as "searched by mse"; "" if they were not.
     formats: the formats of the layers, each once.
     manifest: "equal" if the files are those that the manifest records, "differs" if not, "none" without a manifest.
@@ -128,6 +128,19 @@ class VerifyReport:
     def total(self) -> StoredCounts:
         """The counts of stored values, summed over all layers."""
         return total(layer.tally for layer in self.layers)
+
+    @property
+    def expected(self) -> str:
+        """What the bytes of layers were compared with, such as "the source encoded with nvfp4-te"."""
+        compared = [layer for layer in self.layers if layer.compared]
+        made = []
+        if any(layer.action not in _WITHOUT_RECIPE for layer in compared):
+            scales = f" with scales {self.scales}" if self.scales else ""
+            made.append(f" encoded with {self.recipe or 'its format'}{scales}")
+        dtypes = dict.fromkeys(layer.format for layer in compared if layer.action == DEQUANTIZE)
+        names = [NUMPY_DTYPES[one].name if one in FLOAT_DTYPES else one for one in dtypes]
+        made += [f" decoded to {', '.join(names)}"] if names else []
+        return f"the source{' or'.join(made)}"
 
     @property
     def errors(self) -> int:
@@ -472,7 +485,7 @@ def execute(prepared: Verification, options: Options | None = None) -> VerifyRep
         if name not in smoothing.norms:
             issues.append(Issue("error", name, "bytes of a copied tensor that differ from the source", count=count))
     settings, recipes = prepared.settings, None
-    if settings.recipe is not None:
+    if settings.recipe is not None and any(check.stored.container is not None for check in prepared.checks):
         recipes = ", ".join([settings.recipe.id, *(f"{pattern}={one.id}" for pattern, one in settings.patterns)])
     return VerifyReport(
         prepared.root,

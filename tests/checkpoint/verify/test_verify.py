@@ -491,6 +491,19 @@ def test_a_checkpoint_of_another_tool_is_not_compared_byte_by_byte(capsys: pytes
     assert "as expected" not in text and "bytes differ" not in text
 
 
+def test_what_bytes_were_compared_with(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Decoded and renamed layers were not encoded with the recipe that the manifest records."""
+    quantized, source = made(tmp_path)
+    for format, expected in (("bf16", "the source decoded to bfloat16; "), ("compressed-tensors", "the source; ")):
+        out = tmp_path / format
+        convert(quantized, out, format=format)
+        assert main(["verify", str(out), "--source", str(quantized), "--html", str(tmp_path / "page.html")]) == 0
+        assert f" bytes differ from {expected}" in " ".join(capsys.readouterr().out.split())
+        named = "<dt>recipe</dt><dd>none recorded<" in (tmp_path / "page.html").read_text()
+        assert named == (verify(out, quantized).recipe is None) == (format == "bf16")
+    assert verify(quantized, source).expected == "the source encoded with nvfp4-te"
+
+
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model, source = made(tmp_path)
     assert main(["verify", str(model), "--source", str(source)]) == 0
