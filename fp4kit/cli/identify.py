@@ -153,7 +153,7 @@ def _stored(args: argparse.Namespace, out: Output) -> int:
         out.line("there are no quantized layers, so there is nothing to identify")
     else:
         out.line("not checked: which recipe gives the bytes; add --source SRC with the unquantized model")
-    return DIFFERENT if problems or refused else DONE
+    return DIFFERENT if problems or refused or not checkpoint.layers else DONE
 
 
 def _verdict_body(verdict: CheckpointVerdict) -> dict[str, Any]:
@@ -214,7 +214,7 @@ COMMANDS = {
         "Name the recipe that made each quantized layer of a checkpoint, and what went wrong with its"
         " bytes, such as swapped nibbles. Exit codes: 0 every layer is explained by a recipe, or recognized as the"
         " result of a known method such as GPTQ; 1 a layer is neither, is corrupted, or has no counterpart in the"
-        " source; 2 error.",
+        " source, or there is no layer to identify; 2 error.",
         {
             "fp4kit identify Llama-NVFP4 --source Llama": "name the recipe that made a checkpoint of Llama",
             "fp4kit identify Llama-NVFP4 --source Llama --all": "print every layer and every recipe",
