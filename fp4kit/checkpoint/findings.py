@@ -35,8 +35,9 @@ from fp4kit.checkpoint.plan.plan import configs as configs_of
 from fp4kit.checkpoint.plan.scale_search import Activations
 from fp4kit.checkpoint.plan.source_layers import cache_troubles, doubtful_layers
 from fp4kit.checkpoint.selection import names, selection
+from fp4kit.contract.engine_table import VERSIONS
 from fp4kit.formats import NVFP4, ElementFormat
-from fp4kit.storage.files import SafetensorsFile, TensorEntry, listed, shown
+from fp4kit.storage.files import SafetensorsFile, TensorEntry, counted, listed, shown
 
 
 def findings_of(model: Checkpoint, scalars: Mapping[str, float], rotated: Collection[str]) -> list[Issue]:
@@ -85,7 +86,8 @@ def scalars_of(weights: Iterable[Weight]) -> dict[str, float]:
 
 def findings_of_plan(plan: Plan, destination: Path = Path()) -> list[Issue]:
     """Return the findings about the checkpoint that a plan would write, as far as they can be known before."""
-    return findings_of(_planned(plan, destination), dict(_planned_scalars(plan)), plan.rotated_layers)
+    found = findings_of(_planned(plan, destination), dict(_planned_scalars(plan)), plan.rotated_layers)
+    return judged_for(plan, found)
 
 
 def _planned(plan: Plan, destination: Path) -> Checkpoint:
@@ -153,9 +155,29 @@ def engines_that_load(format_name: str, config: Mapping[str, Any], issues: Itera
     if selection.diffusers_class(config) or (format_name not in configs.LOADED and format_name not in configs.MIXTURES):
         return ()
     issues = [*issues]
-    doubted = {*rejections_of(issues), *(issue.loader for issue in issues if issue.subject == "model")}
-    doubted = {loader.partition(" ")[0] for loader in doubted}
+    if any(_NOT_KNOWN in issue.text for issue in issues):  # no engine is known to load all layers
+        return ()
+    doubted = {issue.loader.partition(" ")[0] for issue in issues if _is_obstacle(issue)}
     return tuple(each for each in support.engines_for(format_name, support.family_of(config)) if each not in doubted)
+
+
+def _is_obstacle(issue: Issue) -> bool:
+    """Return whether an issue says that an engine rejects the checkpoint, does not load it, or may misread it."""
+    return bool(issue.loader) and (
+        issue.severity == "error"
+        or issue.subject == "model"
+        or issue.text.startswith("fails: ")
+        or issue.text.endswith(requirements.REJECTS)
+    )
+
+
+def judged_for(plan: Plan, issues: Iterable[Issue]) -> list[Issue]:
+    """Return issues, with obstacles of the engine that the user named as errors, although verify warns of them."""
+    row = plan.request.serving
+    if row is None:
+        return [*issues]
+    own = f"{row.engine} {VERSIONS.get(row.engine)}"
+    return [replace(one, severity="error") if one.loader == own and _is_obstacle(one) else one for one in issues]
 
 
 def rejections_of(issues: Iterable[Issue]) -> dict[str, str]:
@@ -420,13 +442,14 @@ def is_one_file(path: Path) -> bool:
 
 
 _ONE_FILE = "is one file without config.json, so what engines make of it was not checked; they load directories"
-_UNKNOWN_FORMAT = "the requirements of loaders are not known for this format, so not checked"
+_NOT_KNOWN = "the requirements of loaders are not known"
+_UNKNOWN_FORMAT = f"{_NOT_KNOWN} for this format, so not checked"
 _UNLISTED = "is not named in quantized_layers, so it is loaded as unquantized"
 
 
 def _unknown(container: str, layers: list[str]) -> Issue:
     """Return a warning that layers in a container are not checked, because the requirements of engines are unknown."""
-    text = f"{container}: the requirements of loaders are not known, so {len(layers)} layers are not checked"
+    text = f"{container}: {_NOT_KNOWN}; not checked: {counted(len(layers), 'layer')}"
     return Issue("warning", "model", text)
 
 

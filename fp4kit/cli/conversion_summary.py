@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fp4kit.checkpoint.containers.configs import KNOWN_TO, MIXED
+from fp4kit.checkpoint.containers.configs import MIXED
 from fp4kit.checkpoint.containers.engines import comfy, mlx
-from fp4kit.checkpoint.containers.table import MODELOPT_AWQ
 from fp4kit.checkpoint.convert.convert import ConversionReport
 from fp4kit.checkpoint.convert.job import MERGE, QUANTIZE, REQUANTIZE
 from fp4kit.checkpoint.findings import engines_that_load, rejections_of
@@ -34,7 +33,6 @@ _SERVE = {
     mlx.ENGINE: "mlx_lm.server --model {}",
 }
 _LOAD = 'python -c "from transformers import AutoModel; AutoModel.from_pretrained({!r}{})"'
-_UNKNOWN = "the requirements of loaders are not known"  # a part of a warning of verify about layers
 _MOST_KEPT = 3  # how many layers the advice about --keep names
 
 
@@ -84,10 +82,7 @@ def _engines(report: ConversionReport) -> tuple[str, ...]:
         return () if any(issue.severity == "error" for issue in report.findings) else (_OWN_ENGINES[format],)
     if plan.is_file or not report.destination.is_dir():
         return ()
-    found = engines_that_load(plan.format_name, plan.source.config, report.findings)
-    if MODELOPT_AWQ in plan.layers_of_forms:  # no engine is known to load AWQ layers in a mixture
-        return tuple(each for each in found if "NVFP4_AWQ" in KNOWN_TO.get(each, ()) and not plan.is_mixed)
-    return found
+    return engines_that_load(plan.format_name, plan.source.config, report.findings)
 
 
 def _not_generative(config: Mapping[str, Any]) -> str:
@@ -108,7 +103,7 @@ def serve_command(format_name: str, config: Mapping[str, Any], path: Path, engin
 
 def verified_serve_command(report: VerifyReport) -> str:
     """Return the command that serves the model of a verify report; "" if no engine is known to load it."""
-    if not report.path.is_dir() or any(_UNKNOWN in issue.text for issue in report.issues):
+    if not report.path.is_dir():
         return ""
     config = inspect_checkpoint(report.path).config or {}
     methods = {name.partition(" ")[0] for name in report.formats}

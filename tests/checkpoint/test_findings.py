@@ -215,6 +215,21 @@ def test_engines_that_reject_are_named(tmp_path: Path, capsys: pytest.CaptureFix
     assert "needs all or none" in out and main(["verify", str(tmp_path / "o")]) == 1
 
 
+@pytest.mark.parametrize(("engine", "code"), [("transformers", 1), ("vllm", 0)])
+def test_the_engine_that_the_user_names_must_load_the_result(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], engine: str, code: int
+) -> None:
+    """transformers decodes experts in NVFP4 wrongly. This is a warning unless --engine names transformers."""
+    synthetic.moe(tmp_path / "m")
+    arguments = ["convert", str(tmp_path / "m"), str(tmp_path / "o"), "--format", "compressed-tensors"]
+    for more in (["--dry-run"], []):
+        options = ["--engine", engine, "--scheme", "nvfp4-w4a4", "--input-scale", "1", *more]
+        assert main([*arguments, *options]) == code
+        said = " ".join(capsys.readouterr().out.split())
+        assert f"{'error' if code else 'warning'}: transformers 5.23.0: model: wrong values: the engine" in said
+    assert ("rejected by transformers" in said) == bool(code) and main(["verify", str(tmp_path / "o")]) == 0
+
+
 def test_routers_and_heads(tmp_path: Path) -> None:
     """An unquantized router that is not excluded is an error; a quantized head is named, and is an error if tied."""
     source = experts_model(tmp_path / "a", {}, {"": 0.01}, ["lm_head"])

@@ -294,7 +294,7 @@ _STORED_LIKE = {
     "W4A16_NVFP4": ("NVFP4_AWQ", "NVFP4_SVD"),
     "mxfp4": ("W4A8_MXFP4_FP8",),
 }
-KNOWN_TO = {"vLLM": (), "SGLang": ("NVFP4_AWQ",)}  # engine -> the algorithms of _STORED_LIKE that it loads
+_KNOWN_TO = {"vLLM": (), "SGLang": ("NVFP4_AWQ",)}  # engine -> the algorithms of _STORED_LIKE that it loads
 
 
 def _require_modelopt(container: str, form: Container, config: Config) -> Iterator[Issue]:
@@ -302,7 +302,7 @@ def _require_modelopt(container: str, form: Container, config: Config) -> Iterat
     algo, needed = section.get("quant_algo"), container.removeprefix("modelopt ")
     if str(algo).upper() in _STORED_LIKE.get(needed, ()):  # an algorithm that stores such tensors, such as AWQ
         for engine in ("vLLM", "SGLang"):
-            if str(algo).upper() not in KNOWN_TO[engine]:
+            if str(algo).upper() not in _KNOWN_TO[engine]:
                 yield finding(engine, "warning", _CONFIG, f"fails: it does not know quant_algo {algo!r}")
         return
     text = f"quantization_config.quant_algo is {algo!r}; the tensors are {needed!r}"

@@ -38,7 +38,7 @@ from fp4kit.checkpoint.convert.job import (
 )
 from fp4kit.checkpoint.convert.rows import refused_carry
 from fp4kit.checkpoint.executors import Options, Prefetcher, executor_of, pending_limit, run_all, start_devices
-from fp4kit.checkpoint.findings import findings_of_files, opened
+from fp4kit.checkpoint.findings import findings_of_files, judged_for, opened
 from fp4kit.checkpoint.model import model_files
 from fp4kit.checkpoint.model.doubts import CERTAIN, SWAPPED_NIBBLES, swapped_layers
 from fp4kit.checkpoint.model.slabs import SLAB_BYTES
@@ -156,10 +156,11 @@ class ConversionReport:
         """The faults that verify, and engines, would find in the written result, from its headers, configs and scalars.
 
         Each is an Issue, with a severity, a subject, a text and the engine that it concerns. An error means that an
-        engine rejects the result or decodes wrong values. Reading this attribute reads the result.
+        engine rejects the result or decodes wrong values. That an engine does not load such results at all is a
+        warning, unless the request names this engine. Reading this attribute reads the result.
         """
         path = self.files[0] if self.files else self.destination
-        return tuple(findings_of_files(opened(path))[0])
+        return tuple(judged_for(self.plan, findings_of_files(opened(path))[0]))
 
     @lazy_property
     def survival(self) -> dict[str, Survival]:

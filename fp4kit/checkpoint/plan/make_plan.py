@@ -74,6 +74,8 @@ def with_defaults(
             for have in forms:
                 found = _followed(replace(request, format=format), config, have, (recorded, *DEFAULTS), kept)
                 if found is not None:
+                    stored = ", ".join(dict.fromkeys(map(str, forms)))
+                    found = replace(found, chosen=f"as the source, which is stored as {stored}")
                     return _with_others(found, config, layers)
     return _by_default(request, config, forms)
 
@@ -86,7 +88,7 @@ def _followed(
     """
     for name in names:
         if name in RECIPES:
-            one = replace(request, recipe=RECIPES[name], chosen=f"as the source, which is stored as {have}")
+            one = replace(request, recipe=RECIPES[name])
             form = _possible(one.form_for, config)
             if form is not None and (have.same_codes(form) if kept == "codes" else have.kind == form.kind):
                 return one

@@ -95,6 +95,10 @@ def test_awq_layers_in_a_mixture(tmp_path: Path, capsys: pytest.CaptureFixture) 
         "has_zero_point": False,
         "pre_quant_scale": True,
     }
+    assert main(["convert", str(source), str(tmp_path / "same"), "--format", "modelopt"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "engines that load" not in said and "serve:" not in said and "not known; not checked: 1 layer" in said
+    assert said.count("modelopt NVFP4, modelopt NVFP4_AWQ)") == 2  # in the container and in the reason of the recipe
     report = verify(tmp_path / "out", source)
     assert not report.errors and any("with --requantize, --format" in issue.text for issue in report.issues)
     for root in (source, tmp_path / "out"):
