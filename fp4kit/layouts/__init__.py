@@ -160,10 +160,12 @@ def _ceil_to(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
 
-def check_layout(op: str, layout: str) -> None:
-    """Raise ValueError unless layout is "linear", "swizzled_128x4" or "swizzled_8x4". The message begins with op."""
+def check_layout(op: str, layout: str, name: str = "scale_layout") -> None:
+    """Raise ValueError unless layout is "linear", "swizzled_128x4" or "swizzled_8x4". The message begins with op, and
+    calls the argument `name`.
+    """
     if not is_one_of(layout, SCALE_LAYOUTS):
-        raise ValueError(f"{op}: scale_layout is {layout!r:.60}; needs one of {', '.join(SCALE_LAYOUTS)}")
+        raise ValueError(f"{op}: {name} is {layout!r:.60}; needs one of {', '.join(SCALE_LAYOUTS)}")
 
 
 def check_axis(op: str, axis: int, ndim: int) -> int:
@@ -199,7 +201,7 @@ def padded_shape(shape: tuple[int, ...], layout: str) -> tuple[int, ...]:
         >>> layouts.padded_shape((100, 6), "swizzled_128x4")
         (128, 8)
     """
-    check_layout("padded_shape", layout)
+    check_layout("padded_shape", layout, "layout")
     if not (isinstance(shape, tuple) and any(type(n).__module__ == "torch" for n in shape)):
         shape = as_shape("padded_shape", shape)  # not for PyTorch symbols: it would turn them into numbers
     if layout == "linear":
@@ -234,6 +236,7 @@ def swizzle_scales(scales: Any, layout: str) -> Any:
         [0, 1, 2, 3, 8, 9, 10, 11]
     """
     check_array("swizzle_scales", "scales", scales)
+    check_layout("swizzle_scales", layout, "layout")
     padded = padded_shape(scales.shape, layout)
     if layout == "linear":
         return scales
@@ -273,6 +276,7 @@ def unswizzle_scales(scales: Any, layout: str, shape: tuple[int, ...]) -> Any:
         True
     """
     check_array("unswizzle_scales", "scales", scales)
+    check_layout("unswizzle_scales", layout, "layout")
     shape = as_shape("unswizzle_scales", shape)
     check_size(scales, layout, shape)
     if layout == "linear":

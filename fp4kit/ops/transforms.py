@@ -111,7 +111,7 @@ def swizzle(q_or_scales: ScalesT, layout: ScaleLayout) -> ScalesT:
 @returns_in_library
 def _swizzle_scales(scales: Any, layout: str) -> Any:
     """Return an array of linear block scales in the given layout, padded."""
-    layouts.check_layout("swizzle", layout)
+    layouts.check_layout("swizzle", layout, "layout")
     scales = _scales("swizzle", scales, 2)
     return change_layout(scales, "linear", layout, scales.shape)
 
@@ -127,7 +127,7 @@ def _change_fully(original: Quantized, op: str, layout: ScaleLayout, key: Any) -
     """Check the arguments of swizzle or unswizzle, and return a copy of `original` with its scales in the given
     layout.
     """
-    layouts.check_layout(op, layout)
+    layouts.check_layout(op, layout, "layout")
     q = original.imported(op)
     if q.block_scale is None:
         raise ValueError(f"{op}: {q.recipe.id} has no block scales; needs a recipe with block scales")
@@ -184,7 +184,7 @@ def _unswizzle_scales(scales: Any, layout: str | None, shape: tuple[int, ...] | 
             "unswizzle: layout or shape is missing; an array of scales needs its layout and its linear shape; a"
             " Quantized needs neither"
         )
-    layouts.check_layout("unswizzle", layout)
+    layouts.check_layout("unswizzle", layout, "layout")
     scales, shape = _scales("unswizzle", scales, 0), as_shape("unswizzle", shape)
     layouts.check_size(scales, layout, shape)
     return change_layout(scales, layout, "linear", shape).reshape(shape)

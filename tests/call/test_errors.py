@@ -104,7 +104,7 @@ ERRORS = [
     (backward(amax=np.ones(5), pass_through=False), ValueError, "fake_quantize_backward: amax has shape (5,); x"),
     (backward(amax=np.ones((1, 32)), pass_through=False), ValueError, "fake_quantize_backward: amax has shape (1,"),
     (quantized(packed=np.zeros((4, 32), np.int8)), ValueError, "Quantized: packed is int8 (4, 32); mxfp4-ocp of"),
-    (lambda: layouts.padded_shape((4, 2), "128x4"), ValueError, "padded_shape: scale_layout is '128x4'; needs one"),
+    (lambda: layouts.padded_shape((4, 2), "128x4"), ValueError, "padded_shape: layout is '128x4'; needs one"),
     (lambda: layouts.unswizzle_scales(SCALES[0], "swizzled_128x4", (100, 3)), ValueError, "unswizzle: (4,) holds 4"),
     (lambda: layouts.pack(np.uint8(3)), ValueError, "pack: codes are 0-d; needs at least one axis"),
     (lambda: layouts.unpack(np.zeros(4, np.float32)), TypeError, "unpack: codes are float32; needs uint8"),

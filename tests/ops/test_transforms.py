@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 
 import numpy as np
@@ -77,7 +78,7 @@ ERRORS_OF_LAYOUTS = [
     (lambda: fp4kit.pack(np.full(2, 16, np.uint8)), ValueError, "pack: codes hold 16; needs 4-bit codes, 0 to"),
     (lambda: fp4kit.pack(np.zeros(2, int)), TypeError, "pack: codes are int64; needs uint8"),
     (lambda: fp4kit.unpack(np.uint8(3)), ValueError, "unpack: codes are 0-d; needs at least one axis"),
-    (lambda: fp4kit.swizzle(BYTES.reshape(3, 3), "128x4"), ValueError, "scale_layout is '128x4'; needs"),
+    (lambda: fp4kit.swizzle(BYTES.reshape(3, 3), "128x4"), ValueError, "swizzle: layout is '128x4'; needs"),
     (lambda: fp4kit.swizzle(np.zeros((2, 2)), TILED[0]), TypeError, "swizzle: scales are float64; needs uint8"),
     (lambda: fp4kit.swizzle(BYTES, TILED[0]), ValueError, "swizzle: scales are 1-d; needs"),
     (lambda: fp4kit.unswizzle(BYTES), ValueError, "unswizzle: layout or shape is missing; an"),
@@ -94,6 +95,26 @@ ERRORS_OF_LAYOUTS = [
 def test_errors(call, error, message) -> None:
     with pytest.raises(error, match=re.escape(message)):
         call()
+
+
+ROWS = np.ones((3, 3), np.uint8)
+UNKNOWN_LAYOUTS = {
+    "padded_shape": lambda name: layouts.padded_shape((3, 3), name),
+    "swizzle": lambda name: fp4kit.swizzle(Q, name),
+    "swizzle_scales": lambda name: layouts.swizzle_scales(ROWS, name),
+    "unswizzle": lambda name: fp4kit.unswizzle(BYTES, name, (3, 3)),
+    "unswizzle_scales": lambda name: layouts.unswizzle_scales(ROWS, name, (3, 3)),
+}
+
+
+def test_an_unknown_layout_is_called_what_the_function_calls_it() -> None:
+    exported = [getattr(module, name) for module in (fp4kit, layouts) for name in module.__all__]
+    functions = {f.__name__ for f in exported if inspect.isfunction(f) and "layout" in inspect.signature(f).parameters}
+    others = {"identify_kv", "check_layout", "check_size", "tile_rows"}  # of KV caches; called by fp4kit alone
+    assert functions - others == UNKNOWN_LAYOUTS.keys()
+    for name, call in UNKNOWN_LAYOUTS.items():
+        with pytest.raises(ValueError, match=f"^{name}: layout is 'tiled'; needs"):
+            call("tiled")
 
 
 def test_unswizzle_from_linear_is_a_reshape() -> None:
