@@ -7,6 +7,7 @@ A *peer* is another library's call that was timed beside a row.
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -84,9 +85,10 @@ def limit_cells(row: BenchmarkRow) -> tuple[str, str]:
 
 
 def missing_limits(rows: Iterable[BenchmarkRow]) -> str:
-    """Return a sentence per reason why rows have no limit by issue."""
-    counts = Counter(row.no_issue for row in rows if row.no_issue)
-    return " ".join(f"{count} rows have no limit by issue: {why}." for why, count in counts.items())
+    """Return a sentence with a count of rows per reason why they have no limit by issue, or "" if all have one."""
+    counts = Counter(re.sub(r"\w+_kernel\b", "their kernel", row.no_issue) for row in rows if row.no_issue)
+    parts = [f"{n} row{'s' * (n > 1)}, because {why}" for why, n in counts.most_common()]
+    return f" Without a limit by issue: {'; '.join(parts)} (`no_issue` in the record)." if parts else ""
 
 
 def markdown(record: Record) -> str:
@@ -108,7 +110,7 @@ def markdown(record: Record) -> str:
         "- bytes: the bytes that the operation must move; n is the number of elements.",
         "- efficiency: the time of a copy that moves as many bytes in the same run, divided by the operation's time.",
         "- peers: the times of other libraries, divided by the time of fp4kit.",
-        *([f"- by bytes, by issue: two lower limits of the time (limits.py). {missing_limits(rows)}"] * has_limits),
+        *([f"- by bytes, by issue: two lower limits of the time (limits.py).{missing_limits(rows)}"] * has_limits),
         "",
         (
             f"{sum(row.met is True for row in rows)} of {sum(row.met is not None for row in rows)} targets are met,"

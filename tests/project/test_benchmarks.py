@@ -353,10 +353,12 @@ def row_time():
 
 
 def test_a_page_has_columns_of_limits_if_its_record_has_them():
-    found = [a_row(issue_us=7.25), a_row(no_issue="no tool"), a_row(no_issue="no tool", kind="host", copy_us=None)]
+    kernels = [a_row(no_issue=f"the instructions of {name}_kernel are not counted") for name in ("clip", "swizzle")]
+    found = [a_row(issue_us=7.25), a_row(no_issue="no tool", kind="host", copy_us=None), *kernels]
     page = report.markdown(a_record(found))
     assert "| by bytes, us | by issue, us |" in page and "| 9.0 | 7.2 |" in page
-    assert "2 rows have no limit by issue: no tool." in page
+    missing = "2 rows, because the instructions of their kernel are not counted; 1 row, because no tool (`no_issue` in"
+    assert f"(limits.py). Without a limit by issue: {missing}" in page
     assert "by issue" not in report.markdown(a_record([a_row()]))
 
 
