@@ -213,7 +213,9 @@ def _swizzle(call: parse.Call, both: bool) -> Prepared:
     return transforms.swizzle_launch(x, old, x, new, (1, rows, columns)), ["in", "out"]
 
 
-OLDEST = 75  # the lowest compute capability that kernels are tested for
+# The architectures that NVRTC 12.9 to 13.5 know, from the oldest that kernels are tested for: {suffixes: numbers}.
+_SUFFIXES = {"": (75, 80, 86, 87, 88, 89), "a": (90,), "af": (100, 101, 103, 107, 110, 120, 121)}
+ARCHITECTURES = tuple(f"sm_{n}{s}" for suffixes, numbers in _SUFFIXES.items() for n in numbers for s in ("", *suffixes))
 FLOAT32, DTYPES = FLOATS[0], {dtype.name: dtype for dtype in FLOATS}
 Values = dict[str, tuple[Any, ...]]
 _DEFAULTS = {"axis": -1, "scale_layout": "linear", "rounding": "nearest", "hadamard": False, "given": "tensor_amax"}
@@ -259,7 +261,8 @@ def source(
             or "unswizzle".
         recipe: a recipe or its id.
         dtype: the type of the elements and of the decoded values: "float32", "float16" or "bfloat16".
-        arch: the architecture, such as "sm_90" or "sm_100a"; sm_75 or later.
+        arch: the architecture, such as "sm_90", "sm_100a" or "sm_100f": one from sm_75 on that NVRTC 12.9 to 13.5
+            know. From sm_100 on, a name without a suffix means that with "a", which fp4kit compiles for its launches.
         shape: the rows and columns of the matrix x, which is contiguous.
         axis: for quantize and tensor_amax: -1 for blocks along rows, 0 along columns; "both" for both results of
             quantize, from one read.
@@ -333,10 +336,9 @@ def _matrix(dtype: str, arch: str, shape: tuple[int, int], start: int, multiproc
     """Return the matrix of a call to source, or raise ValueError."""
     if type(dtype) is not str or dtype not in DTYPES:
         raise ValueError(f"source: dtype is {dtype!r:.60}; needs {', '.join(map(repr, DTYPES))}")
-    found = re.fullmatch(r"sm_(\d+)a?", arch) if type(arch) is str else None
-    target = compiler.architecture(found[1]) if found else ""
-    if found is None or int(found[1]) < OLDEST or arch not in (target, f"sm_{found[1]}"):
-        raise ValueError(f"source: arch is {arch!r:.60}; needs sm_{OLDEST} or later, such as 'sm_90' or 'sm_100a'")
+    if type(arch) is not str or arch not in ARCHITECTURES:
+        raise ValueError(f"source: arch is {arch!r:.60}; needs one of {', '.join(ARCHITECTURES)}")
+    target = compiler.architecture(arch[3:]) if arch[3:].isdigit() else arch
     if type(shape) is not tuple or len(shape) != 2 or not all(type(n) is int and n > 0 for n in shape):
         raise ValueError(f"source: shape is {shape!r:.60}; needs two positive ints, the rows and columns")
     if type(multiprocessors) is not int or multiprocessors < 1:

@@ -50,7 +50,7 @@ def multiprocessors(device: Device) -> int:
 def architecture_of(device: Device) -> str:
     """Return the architecture of a device, such as "sm_90"."""
     if isinstance(device, Target):
-        return device.arch.rstrip("a")
+        return device.arch.rstrip("af")
     properties = imports.cupy().cuda.runtime.getDeviceProperties(device)
     return f"sm_{properties['major']}{properties['minor']}"
 

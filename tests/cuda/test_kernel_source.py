@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import inspect
 import os
 import re
@@ -334,8 +335,15 @@ WRONG = [
     (("quantize", "nvfp4-modelopt-fake"), {}, ValueError, "is a fake quantizer and has values only"),
     (("quantize", "mxfp4-auto-round-opt"), {}, NotImplementedError, "source: mxfp4-auto-round-opt has search="),
     (("quantize", "nvfp4-te", "float64"), {}, ValueError, "source: dtype is 'float64'; needs 'float32', 'float16'"),
-    (("quantize", "nvfp4-te", "float32", "sm_70"), {}, ValueError, "source: arch is 'sm_70'; needs sm_75 or later"),
-    (("quantize", "nvfp4-te", "float32", "sm_90a"), {}, ValueError, "source: arch is 'sm_90a'; needs sm_75 or later"),
+    *(
+        (
+            ("quantize", "nvfp4-te", "float32", arch),
+            {},
+            ValueError,
+            f"source: arch is '{arch}'; needs one of sm_75, sm_80,",
+        )
+        for arch in ("sm_70", "sm_76", "sm_999", "sm_89a", "sm_90f", "sm_100b", "90")
+    ),
     (("quantize", "nvfp4-te", "float32", 90), {}, ValueError, "source: arch is 90; needs"),
     (("quantize", "nvfp4-te"), {"shape": (4, 100)}, ValueError, "quantize: axis 1 has length 100; nvfp4-te needs a"),
     (("quantize", "nvfp4-te"), {"shape": (4, 4, 64)}, ValueError, "source: shape is (4, 4, 64); needs two positive"),
@@ -388,6 +396,31 @@ def test_kernels_of_a_recipe_that_has_none():
 def test_wrong_values_of_fields(values, message):
     with pytest.raises(TypeError, match=re.escape(message)):
         fp4kit.cuda.source("tensor_amax", "nvfp4-te").pack(**values)
+
+
+def test_architectures_are_those_of_nvrtc():
+    """Compile an empty kernel for every architecture of NVRTC, with every suffix."""
+    compiler_or_skip()
+    nvrtc, count = compiler.nvrtc_library(), ctypes.c_int()
+    nvrtc.nvrtcGetNumSupportedArchs(ctypes.byref(count))
+    numbers = (ctypes.c_int * count.value)()
+    nvrtc.nvrtcGetSupportedArchs(numbers)
+    for name in (f"sm_{n}{suffix}" for n in numbers if n >= 75 for suffix in ("", "a", "f")):
+        is_known = name in fp4kit.cuda.ARCHITECTURES
+        with nullcontext() if is_known else pytest.raises(compiler.CompileError):
+            compiler.compile_cubin('extern "C" __global__ void empty() {}', (f"-arch={name}",), "empty.cu")
+
+
+@pytest.mark.parametrize("arch", fp4kit.cuda.ARCHITECTURES)
+def test_a_known_architecture_is_compiled_for(arch):
+    kernel = fp4kit.cuda.source("quantize", "nvfp4-te", arch=arch)
+    number = int(re.sub(r"\D", "", arch))
+    assert (
+        kernel.arch
+        == kernel.options[-1][len("-arch=") :]
+        == (f"{arch}a" if arch == f"sm_{number}" and number >= 100 else arch)
+    )
+    assert launch.architecture_of(launch.Target(kernel.arch, 1)) == f"sm_{number}"
 
 
 def test_the_repr_names_the_call():
