@@ -43,6 +43,7 @@ class Field(NamedTuple):
         meaning: what it holds. "null" means that the address is 0 in that case.
         needed: whether the launch needs an address. Other addresses may be 0.
         value: the number that fp4kit passes for this shape. 0 for addresses, and for numbers that the caller chooses.
+        alignment: the number of bytes of which the address must be a multiple. 1 for numbers.
     """
 
     name: str
@@ -50,6 +51,7 @@ class Field(NamedTuple):
     meaning: str
     needed: bool
     value: int
+    alignment: int
 
 
 @dataclass(frozen=True, repr=False)
@@ -96,12 +98,10 @@ class Kernel:
         """A header for C and C++ programs: the struct, the name of the kernel, the grid and the block."""
         name, values = f"fp4kit_{self.operation}", ", ".join(str(f.value) for f in self.fields)
         facts = {"KERNEL": f'"{self.name}"', "GRID": self.grid, "BLOCK": self.block, "ARGUMENTS": f"{{{values}}}"}
-        lines = [f"// {self.call}", "#include <stdint.h>", f"struct {name} {{"]
+        lines = [f"// {self.call}", "#pragma once", "#include <stdint.h>", f"struct {name} {{"]
         for f in self.fields:
-            is_address = f.type.endswith("*")
-            lines.append(
-                f"  {'uint64_t' if is_address else f.type} {f.name};  // {f'{f.type}: ' * is_address}{f.meaning}"
-            )
+            kind = f"{f.type}, aligned to {f.alignment}: " if f.type.endswith("*") else ""
+            lines.append(f"  {'uint64_t' if kind else f.type} {f.name};  // {kind}{f.meaning}")
         return "\n".join([*lines, "};", *(f"#define {name.upper()}_{k} {v}" for k, v in facts.items()), ""])
 
     def pack(self, **values: int) -> bytes:
@@ -112,13 +112,29 @@ class Kernel:
 
         Raises:
             TypeError: a name is unknown, a needed field is missing, or a value is no int.
+            ValueError: a value does not fit its type; a needed address is 0; or an address is no multiple of
+                `Field.alignment`.
         """
         needed = [f.name for f in self.fields if f.needed]
         if missing := [name for name in needed if name not in values]:
             raise TypeError(f"pack: {', '.join(missing)} missing; {self.name} needs {', '.join(needed)}")
         if unknown := values.keys() - {f.name for f in self.fields}:
             raise TypeError(f"pack: {self.name} has no field {min(unknown)!r}; see Kernel.fields")
-        return pack(f"{len(self.fields)}Q", *(index(values.get(f.name, f.value)) for f in self.fields))
+        return pack(f"{len(self.fields)}Q", *(self._word(f, values.get(f.name, f.value)) for f in self.fields))
+
+    def _word(self, field: Field, value: int) -> int:
+        name, bits = f"pack: {field.name} is", 63 if field.type == "int64_t" else 64
+        try:
+            word = index(value)
+        except TypeError:
+            raise TypeError(f"{name} {value!r:.60}; needs an int, as {field.type}") from None
+        if not 0 <= word < 1 << bits:
+            raise ValueError(f"{name} {word}; {field.type} needs 0 to 2^{bits} - 1")
+        if field.needed and word == 0:
+            raise ValueError(f"{name} 0; {self.name} needs an address")
+        if word % field.alignment:
+            raise ValueError(f"{name} {word:#x}; {self.name} needs a multiple of {field.alignment}")
+        return word
 
     def resources(self) -> Resources:
         """Return the registers and the memory that the kernel uses. NVRTC compiles it, which takes about a second."""
@@ -183,8 +199,6 @@ def _tensor_amax(call: parse.Call, both: bool) -> Prepared:
 
 def _dequantize(call: parse.Call, both: bool) -> Prepared:
     r, x = with_row_blocks(call.recipe), call.x
-    if x.start:
-        raise ValueError("source: aligned is False; dequantize needs arrays at multiples of 16 bytes; copy them there")
     if matrix.implies_amaxes(r):
         raise parse.Declined(f"decoding {r.id} takes several launches; use fp4kit.dequantize")
     scales = ["scales"] * (r.scale is not None) + ["tensor_scale"] * (r.tensor_scaling != "none")
@@ -272,8 +286,8 @@ def source(
         given: for quantize and fake_quantize: what the kernel reads beside x. "tensor_amax", if the recipe has tensor
             scales; "block_amax" for block amaxes too; "scales" for block scales and tensor scales; "none" if it
             computes the tensor amaxes itself, as fp4kit lets it for up to 2^19 elements and for short rows.
-        aligned: whether the arrays that are read begin at multiples of 16 bytes. Codes, block scales and values that
-            are written always must, and so must all arrays of dequantize.
+        aligned: whether arrays begin at multiples of 16 bytes. If not, `Field.alignment` is smaller where the kernel
+            allows it.
         multiprocessors: the number of the GPU's multiprocessors, on which the grid depends. 132 for an H200.
 
     Returns:
@@ -327,7 +341,10 @@ def source(
         launch.block[0],
         compiler.FINDERS if has_clusters else 1,
         (*compiler.OPTIONS, f"-arch={target}"),
-        tuple(Field(n, *members[n], n in needs, sizes.get(n, 0)) for n in fields),
+        tuple(
+            Field(n, *members[n], n in needs, sizes.get(n, 0), _alignment(name, text, n, members[n][0], x, r))
+            for n in fields
+        ),
         text,
     )
 
@@ -368,6 +385,22 @@ def _call(op: str, x: _Array, r: Recipe, chosen: dict[str, Any]) -> parse.Call:
     return call._replace(block_scale=x, tensor_scale=x, tensor_amax=None) if given == "scales" else call
 
 
+def _alignment(kernel: str, text: str, field: str, kind: str, x: _Array, r: Recipe) -> int:
+    """Return the Field.alignment of a field of the C type `kind`, for an instantiation of a kernel."""
+    if not kind.endswith("*"):
+        return 1
+    if field == "random":
+        return 4 if r.stochastic in COMFYUI_STOCHASTICS else 1
+    has_scales, is_elements = kernel == "quantize_with_scales_kernel", "void" in kind
+    if not is_elements and "uint8_t" not in kind:
+        return 4
+    if kind == "uint8_t*" and kernel.startswith("quantize") and r.block and not (has_scales and field == "scales"):
+        return 16
+    flag = "kScaleWords" if "transpose" in kernel and "scales" in field else "(kAligned|kQuads)"
+    is_wide = re.search(f"{flag} = true", text) and (is_elements or not kernel.startswith("quantize"))
+    return 16 if is_wide else x.itemsize if is_elements else 1
+
+
 @cache
 def _members(include: str, kernel: str) -> dict[str, tuple[str, str]]:
     """Return {name: (C type, comment)} of the struct that a kernel takes, as the file of an #include declares it."""
@@ -390,6 +423,7 @@ def compile(kernel: Kernel) -> bytes:
         kernel: a kernel that `source` or `kernels` returned.
 
     Raises:
+        TypeError: kernel is no Kernel.
         RuntimeError: NVRTC is not installed, or it does not know the architecture.
 
     Examples:
@@ -397,6 +431,8 @@ def compile(kernel: Kernel) -> bytes:
         >>> kernel = fp4kit.cuda.source("dequantize", "mxfp4-ocp")
         >>> cubin = fp4kit.cuda.compile(kernel)  # doctest: +SKIP
     """
+    if not isinstance(kernel, Kernel):
+        raise TypeError(f"compile: kernel is {kernel!r:.60}; needs a Kernel that source or kernels returned")
     return compiler.cubin_path(kernel._instantiation, kernel.arch).read_bytes()
 
 

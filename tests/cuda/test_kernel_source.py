@@ -309,11 +309,12 @@ TYPE = r"(const )?(void|float|uint8_t|uint32_t)\*|u?int64_t"
 
 
 def test_every_field_is_described():
-    for name in ("nvfp4-te-2d", "mxfp4-ocp", "nvfp4-fouroversix-ms-eden", "mxfp4-mslk-stochastic"):
-        for kernel in fp4kit.cuda.kernels(name):
-            assert [
-                f.name for f in kernel.fields if not f.meaning or not re.match("(const )?(void|u?int|float)", f.type)
-            ] == []
+    """A meaning has no names of the C++ code."""
+    names = ("nvfp4-te-2d", "mxfp4-ocp", "nvfp4-fouroversix-ms-eden", "mxfp4-mslk-stochastic", "int8-modelopt")
+    for kernel in (kernel for name in names for kernel in fp4kit.cuda.kernels(name)):
+        for f in kernel.fields:
+            assert f.meaning and not re.search(r"::|\bk[A-Z]|nullptr", f.meaning), (kernel.call, f)
+            assert re.fullmatch(TYPE, f.type) and f.alignment in (1, 2, 4, 16), (kernel.call, f)
 
 
 WRONG = [
@@ -362,7 +363,6 @@ WRONG = [
     (("quantize", "nvfp4-te"), {"multiprocessors": 0}, ValueError, "source: multiprocessors is 0; needs a positive"),
     (("dequantize", "nvfp4-te"), {"axis": 0}, ValueError, "source: axis is 0; dequantize needs -1"),
     (("dequantize", "nvfp4-te-rowscaled"), {}, NotImplementedError, "takes several launches; use fp4kit.dequantize"),
-    (("dequantize", "nvfp4-te"), {"aligned": False}, ValueError, "dequantize needs arrays at multiples of 16 bytes"),
     (("tensor_amax", "mxfp4-ocp"), {}, ValueError, "source: mxfp4-ocp has no tensor scale"),
     (("tensor_amax", "fp8-deepgemm-block"), {}, NotImplementedError, "take several launches; use fp4kit.quantize"),
     (("transpose", "nvfp4-te"), {}, ValueError, "transpose: nvfp4-te has 1x16 blocks; needs square blocks"),
@@ -386,16 +386,29 @@ def test_kernels_of_a_recipe_that_has_none():
 
 
 @pytest.mark.parametrize(
-    ("values", "message"),
+    ("values", "error", "message"),
     [
-        ({"x": 1, "amax": 2, "y": 3}, "pack: amax_kernel has no field 'y'; see Kernel.fields"),
-        ({"amax": 2}, "pack: x missing; amax_kernel needs x, amax"),
-        ({"x": 1, "amax": 2.0}, "cannot be interpreted as an integer"),
+        ({"y": 3}, TypeError, "pack: amax_kernel has no field 'y'; see Kernel.fields"),
+        ({"amax": 2.0}, TypeError, "pack: amax is 2.0; needs an int, as uint32_t*"),
+        ({"x": -1}, ValueError, "pack: x is -1; const void* needs 0 to 2^64 - 1"),
+        ({"x": 1 << 64}, ValueError, "pack: x is 18446744073709551616; const void* needs 0 to 2^64 - 1"),
+        ({"rows": 1 << 63}, ValueError, "pack: rows is 9223372036854775808; int64_t needs 0 to 2^63 - 1"),
+        ({"amax": 0}, ValueError, "pack: amax is 0; amax_kernel needs an address"),
+        ({"x": 0x1008}, ValueError, "pack: x is 0x1008; amax_kernel needs a multiple of 16"),
+        ({"amax": 0x1002}, ValueError, "pack: amax is 0x1002; amax_kernel needs a multiple of 4"),
     ],
 )
-def test_wrong_values_of_fields(values, message):
-    with pytest.raises(TypeError, match=re.escape(message)):
-        fp4kit.cuda.source("tensor_amax", "nvfp4-te").pack(**values)
+def test_wrong_values_of_fields(values, error, message):
+    kernel = fp4kit.cuda.source("tensor_amax", "nvfp4-te")
+    with pytest.raises(error, match=re.escape(message)):
+        kernel.pack(**{"x": 0x1000, "amax": 0x1004} | values)
+    with pytest.raises(TypeError, match="pack: x missing; amax_kernel needs x, amax"):
+        kernel.pack(amax=0x1004)
+
+
+def test_compile_needs_a_kernel():
+    with pytest.raises(TypeError, match="compile: kernel is 'x'; needs a Kernel that source or kernels returned"):
+        fp4kit.cuda.compile("x")
 
 
 def test_architectures_are_those_of_nvrtc():
@@ -432,9 +445,20 @@ def test_the_declaration_is_the_struct():
     """The offsets of a C compiler are those of pack(), whose bytes every other test compares."""
     kernel = fp4kit.cuda.source("quantize", "nvfp4-te", shape=(64, 256))
     names = re.findall(r"^  u?int64_t (\w+);", kernel.declaration, re.MULTILINE)
-    assert names == [f.name for f in kernel.fields] and len(kernel.pack(**dict.fromkeys(names, 1))) == 8 * len(names)
+    assert names == [f.name for f in kernel.fields] and len(kernel.pack(**dict.fromkeys(names, 16))) == 8 * len(names)
     assert '#define FP4KIT_QUANTIZE_KERNEL "quantize_kernel"\n' in kernel.declaration
     assert f"#define FP4KIT_QUANTIZE_GRID {kernel.grid}\n" in kernel.declaration
+
+
+@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler is installed")
+def test_declarations_can_be_included_twice(tmp_path):
+    headers = {f"{kernel.operation}.h": kernel.declaration for kernel in fp4kit.cuda.kernels("nvfp4-te-2d")}
+    for name, text in headers.items():
+        (tmp_path / name).write_text(text)
+    program = "".join(f'#include "{name}"\n' for name in [*headers, *headers])
+    program += '_Static_assert(sizeof(struct fp4kit_swizzle) == 40, "");\n'
+    command = ["cc", "-std=c11", "-Wall", "-Werror", "-fsyntax-only", "-I", str(tmp_path), "-xc", "-"]
+    subprocess.run(command, input=program, text=True, check=True)
 
 
 def test_clusters_only_where_the_gpu_has_them():

@@ -19,12 +19,11 @@
 
 // The arguments of dequantize_kernel. "null" means that the pointer is nullptr in that case.
 struct DequantizeArguments {
-  const u8* packed;           // codes, at a multiple of 16 bytes
-  const u8* scales;           // block scales in the layout R::kLayout, at a multiple of 16 bytes (null without them)
-  void* values;               // rows x columns elements of the output type, at a multiple of 16 bytes
-  const float* tensor_scale;  // one, one per row or one per block (R::kTensorScaling); null without tensor scale
-  const float* tensor_amax;   // one amax per tensor scale, if known (null otherwise); from implied_amax_kernel if per
-                              // row or block
+  const u8* packed;           // codes
+  const u8* scales;           // block scales in scale_layout (null without them)
+  void* values;               // rows x columns elements of the output type
+  const float* tensor_scale;  // one per tensor, row or block (Recipe.tensor_scaling); null without tensor scale
+  const float* tensor_amax;   // one amax per tensor scale, if known (null otherwise); needed if per row or block
   i64 rows, columns;          // of the values; 1 row of all values if scales are linear and none belongs to a row
   i64 ahead;                  // how many runs ahead codes are prefetched into the L2 cache
   i64 share;                  // neighboring runs per thread block: whole steps; more if the grid has too few blocks

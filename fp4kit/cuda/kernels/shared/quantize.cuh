@@ -14,7 +14,7 @@
 struct QuantizeArguments {
   const void* x;             // rows x columns elements, contiguous
   u8* packed;                // codes, in the order of the elements (null for fake_quantize)
-  u8* scales;                // block scales in the layout R::kLayout; zeros before if swizzled (null without them)
+  u8* scales;                // block scales in scale_layout; zeros before if swizzled (null without them)
   void* values;              // fake_quantize: elements of x's type (null otherwise)
   const float* tensor_amax;  // one, one per row or one per block, as tensor scales; written if the kernel computes it
                              // (null without tensor scale)
