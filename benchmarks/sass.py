@@ -1,8 +1,12 @@
 """Count the instructions of a kernel's main loop in its machine code (SASS).
 
-Every jump back to an earlier instruction closes a loop. The main loop is the one that loads or stores the most bytes of
-global memory per iteration, by words of at least 8 bytes; of equal ones, the shortest. Its instructions are added up,
-block by block: a warp issues all sides of a branch that its threads take. The following code does not count:
+A loop is a natural loop of the control-flow graph: an instruction through which every way into the loop leads, and all
+instructions on the ways from it back to it. A jump to an earlier address need not close a loop, because compilers move
+rare code behind a loop.
+
+The main loop is the one that loads or stores the most bytes of global memory per iteration, by words of at least 8
+bytes; of equal ones, the shortest. Its instructions are added up, block by block: a warp issues all sides of a branch
+that its threads take. The following code does not count:
 
 - loops inside it, unless all its accesses are in them: in fp4kit's kernels, these handle rare blocks
 - functions and lines that ordinary elements do not reach (RARE, RARE_LINES)
@@ -153,9 +157,39 @@ class _Code:
             count += 1
         return count
 
-    def loop(self, first: int, last: int, inner: set[int]) -> Loop:
-        """Return the counts of the instructions from `first` to `last`, without those in loops inside (inner)."""
-        counted = [i for i in range(first, last + 1) if self.shares[i] and i not in inner]
+    def loops(self) -> dict[int, set[int]]:
+        """Return {first instruction: all instructions} of every natural loop."""
+        before: list[list[int]] = [[] for _ in range(self.size)]
+        found: dict[int, set[int]] = {}
+        path, ways, seen, back = [0], [iter(self.next[0])], {0}, list[tuple[int, int]]()
+        is_on_path = {0}
+        while path:  # depth first: an edge to an instruction on the path closes a loop
+            i, j = path[-1], next(ways[-1], None)
+            if j is None:
+                is_on_path.remove(path.pop())
+                ways.pop()
+                continue
+            before[j].append(i)
+            if j in is_on_path:
+                back.append((i, j))
+            elif j not in seen:
+                seen.add(j)
+                is_on_path.add(j)
+                path.append(j)
+                ways.append(iter(self.next[j]))
+        for last, first in back:
+            body, pending = {first}, [last]
+            while pending:
+                if (i := pending.pop()) not in body:
+                    body.add(i)
+                    pending += before[i]
+            if first == 0 or 0 not in body:  # otherwise, a way from the start into the loop does not pass `first`
+                found.setdefault(first, set()).update(body)
+        return found
+
+    def loop(self, first: int, body: Iterable[int], inner: set[int]) -> Loop:
+        """Return the counts of the instructions of a loop (body), without those in loops inside (inner)."""
+        counted = [i for i in body if self.shares[i] and i not in inner]
         loaded, stored = (sum(sizes[i] for i in counted) for sizes in (self.loaded, self.stored))
         return Loop(sum(self.shares[i] for i in counted), loaded, stored, first)
 
@@ -174,15 +208,13 @@ def main_loop(sass: str, kernel: str, without: Iterable[str] = ()) -> Loop | Non
 
 
 def _main_loop(code: _Code) -> Loop | None:
-    back = [(j, i) for i in range(code.size) for j in code.next[i] if j <= i]
-    found = []
-    for first in sorted({j for j, _ in back}):
-        last = max(i for j, i in back if j == first)
-        inner = {k for j, i in back if first < j and i <= last for k in range(j, i + 1)}
-        loops = (code.loop(first, last, inner), code.loop(first, last, set()))
+    bodies, found = code.loops(), []
+    for first, body in sorted(bodies.items()):
+        inner = set().union(*(other for j, other in bodies.items() if j != first and j in body))
+        loops = (code.loop(first, body, inner), code.loop(first, body, set()))
         found.append(next((loop for loop in loops if max(loop[1:3])), loops[1]))
     if not any(max(loop[1:3]) for loop in found):
-        inner = {k for j, i in back for k in range(j, i + 1)}
-        found = [code.loop(0, max(code.exits, default=code.size - 1), inner)]
+        last = max(code.exits, default=code.size - 1)
+        found = [code.loop(0, range(last + 1), set().union(*bodies.values()))]
     best = max(found, key=lambda loop: (max(loop[1:3]), -loop.instructions))
     return best._replace(setup=code.distance(best.setup)) if max(best[1:3]) else None

@@ -247,30 +247,47 @@ def test_the_report_of_kernels_has_each_kernel_once():
     assert {"several 64", "one 64", "one 128", "part 128", "misaligned, one 64"} <= steps
 
 
-SASS = """
-.text.some_kernel:
-        /*0000*/                   S2R R0, SR_TID.X ;
-.L_x_1:
-        /*0010*/                   LDG.E.EF R2, desc[UR4][R4.64] ;
-        /*0020*/              @!P1 BRA `(.L_x_3) ;
-.L_x_2:
-        /*0030*/                   LDG.E.U8 R3, desc[UR4][R6.64] ;
-        /*0040*/                   STG.E.U16 desc[UR4][R8.64], R3 ;
-        /*0050*/               @P2 BRA `(.L_x_2) ;
-        /*0060*/                   BRA `(.L_x_4) ;
-.L_x_3:
-        /*0070*/                   PRMT R4, R2, 0x5140, R3 ;
-        /*0080*/                   STG.E.EF.128 desc[UR4][R8.64], R4 ;
-.L_x_4:
-        /*0090*/               @P0 BRA `(.L_x_1) ;
-        /*00a0*/                   EXIT ;
-"""
+def listing(*lines):
+    """Return a kernel k as nvdisasm prints it, from its labels, source lines ("\\t//##") and instructions."""
+    text = [line if line[:2] in (".L", "\t/") else f"        /*0010*/                   {line} ;" for line in lines]
+    return "\n".join([".text.k:", *text, ""])
+
+
+SASS = listing(
+    *("S2R R0, SR_TID.X", ".L_x_1:", "LDG.E.EF R2, desc[UR4][R4.64]", "@!P1 BRA `(.L_x_3)", ".L_x_2:"),
+    *("LDG.E.U8 R3, desc[UR4][R6.64]", "STG.E.U16 desc[UR4][R8.64], R3", "@P2 BRA `(.L_x_2)", "BRA `(.L_x_4)"),
+    *(
+        ".L_x_3:",
+        "PRMT R4, R2, 0x5140, R3",
+        "STG.E.EF.128 desc[UR4][R8.64], R4",
+        ".L_x_4:",
+        "@P0 BRA `(.L_x_1)",
+        "EXIT",
+    ),
+)
 
 
 def test_instructions_of_the_main_loop():
     """The loop over single elements inside the main loop does not count."""
-    assert sass.main_loop(SASS, "some_kernel") == sass.Loop(instructions=6, loaded=0, stored=16, setup=1)
-    assert sass.main_loop(".text.empty:\n        /*0000*/                   EXIT ;\n", "empty") is None
+    assert sass.main_loop(SASS, "k") == sass.Loop(instructions=6, loaded=0, stored=16, setup=1)
+    assert sass.main_loop(listing("EXIT"), "k") is None
+
+
+def test_a_jump_back_need_not_close_a_loop():
+    """Rare code is behind the loop, and jumps back into its middle. The start may jump there, too."""
+    loop = (
+        *(".L_x_1:", "LDG.E.128 R4, desc[UR4][R2.64]", "@!P1 BRA `(.L_x_3)", ".L_x_2:"),
+        *(
+            "STG.E.128 desc[UR4][R8.64], R4",
+            "@P0 BRA `(.L_x_1)",
+            "EXIT",
+            ".L_x_3:",
+            "PRMT R4, R2, 0x5140, R3",
+            "BRA `(.L_x_2)",
+        ),
+    )
+    for start in ("MOV R1, R2", "BRA `(.L_x_2)"):
+        assert sass.main_loop(listing(start, *loop), "k") == sass.Loop(instructions=6, loaded=16, stored=16, setup=1)
 
 
 def test_code_that_usual_calls_do_not_reach_does_not_count():
@@ -278,7 +295,7 @@ def test_code_that_usual_calls_do_not_reach_does_not_count():
 
     def line_of(text, file):
         found = [i for i, (_, line) in enumerate(sass._source(file), 1) if text in line]
-        return f'\t//## File "/a/{file}", line {found[0]} inlined at "/a/b.cu", line 3\n\t//## File "/a/b.cu", line 3'
+        return f'\t//## File "/a/{file}", line {found[0]} inlined at "/a/b.cu", line 3', '\t//## File "/a/b.cu", line 3'
 
     rare = line_of("float x[kRun];", "quantize.cu")  # of quantize_any
     given = line_of("*reinterpret_cast<const Chunk*>(a.random", "quantize.cuh")
@@ -291,23 +308,12 @@ def test_code_that_usual_calls_do_not_reach_does_not_count():
         (one_warp, (6.25, 32, 16)),
         (again, (8, 16, 16)),
     ):
-        text = f"""
-.text.k:
-.L_x_1:
-        /*0000*/                   LDG.E.128 R2, desc[UR4][R4.64] ;
-        /*0010*/              @!P1 BRA `(.L_x_2) ;
-{lines}
-        /*0020*/                   LDG.E.128 R8, desc[UR4][R6.64] ;
-        /*0030*/                   BRA `(.L_x_3) ;
-.L_x_2:
-\t//## File "/a/b.cu", line 4
-        /*0040*/                   PRMT R4, R2, 0x5140, R3 ;
-.L_x_3:
-        /*0050*/                   PRMT R4, R2, 0x5140, R3 ;
-        /*0060*/                   STG.E.128 desc[UR4][R8.64], R4 ;
-        /*0070*/               @P0 BRA `(.L_x_1) ;
-        /*0080*/                   EXIT ;
-"""
+        text = listing(
+            *(".L_x_1:", "LDG.E.128 R2, desc[UR4][R4.64]", "@!P1 BRA `(.L_x_2)", *lines),
+            *("LDG.E.128 R8, desc[UR4][R6.64]", "BRA `(.L_x_3)", ".L_x_2:", '\t//## File "/a/b.cu", line 4'),
+            *("PRMT R4, R2, 0x5140, R3", ".L_x_3:", "PRMT R4, R2, 0x5140, R3", "STG.E.128 desc[UR4][R8.64], R4"),
+            *("@P0 BRA `(.L_x_1)", "EXIT"),
+        )
         assert sass.main_loop(text, "k") == sass.Loop(*expected, setup=0), lines
     assert sass.main_loop(text, "k", ["quantize_rows"]) == sass.Loop(6, 16, 16, 0)
 
@@ -318,15 +324,8 @@ CARD = limits.Card("a card", 100, 1e9, 1e12)
 def test_limits_of_a_card():
     assert CARD.by_bytes(5e6) == 5 and CARD.by_issue(128 * 100 * 3000) == 3
     assert limits.B200.by_bytes(8e12) == 1e6 and limits.B200.by_issue(148 * 128 * 1.98e9) == pytest.approx(1e6)
-    device = SimpleNamespace(
-        id=0,
-        attributes={
-            "MultiProcessorCount": 100,
-            "ClockRate": 10**6,
-            "MemoryClockRate": 10**6,
-            "GlobalMemoryBusWidth": 4000,
-        },
-    )
+    found = {"MultiProcessorCount": 100, "ClockRate": 10**6, "MemoryClockRate": 10**6, "GlobalMemoryBusWidth": 4000}
+    device = SimpleNamespace(id=0, attributes=found)
     runtime = SimpleNamespace(getDeviceProperties=lambda i: {"name": b"a card"})
     cupy = SimpleNamespace(cuda=SimpleNamespace(Device=lambda: device, runtime=runtime))
     assert limits.card_of(cupy) == CARD
@@ -398,6 +397,10 @@ def test_the_page_of_limits_is_that_of_its_record():
     record = json.loads(limits.RECORD.read_text())
     assert [*record["instructions"]] == [k.key for k in limits.main_kernels()]
     assert limits.PAGE.read_text() == limits.page(record), "run python benchmarks/limits.py"
+    counts = {key: np.array(list(found.values())) for key, found in record["instructions"].items()}
+    for id in limits.NAMES:  # each does more than the one before it
+        row, *others = (counts[f"{name}: {id}"] for name in ("quantize", "quantize along columns", "quantize_both"))
+        assert (row < others[0]).all() and (others[0] < others[1]).all(), id
 
 
 def counted_as_recorded(counted):
