@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from exhaustive import half
 from inputs import BF16, ordinary
 from on_gpu import DEVICES, ON_GPU, cupy, differing
 
@@ -22,9 +23,14 @@ def launch(operation, recipe, dtype=BF16, numbers=(), **given):
     names = {"axis", "scale_layout", "rounding", "hadamard", "given", "shape"}
     options = {name: given.pop(name) for name in names & given.keys()}
     kernel = fp4kit.cuda.source(operation, recipe, np.dtype(dtype).name, ARCH, **({"shape": SHAPE} | options))
-    data = bytearray(kernel.pack(**{name: a.data.ptr for name, a in given.items()}, **dict(numbers)))
-    arguments = (np.frombuffer(data, np.dtype((np.void, len(data)))),)
-    compiler.function(kernel._instantiation, kernel.name, 0)((kernel.grid,), (kernel.block,), arguments)
+    start(kernel, **{name: a.data.ptr for name, a in given.items()}, **dict(numbers))
+
+
+def start(kernel, function=None, **values):
+    """Launch a kernel with these values of its fields."""
+    data = bytearray(kernel.pack(**values))
+    function = function or compiler.function(kernel._instantiation, kernel.name, 0)
+    function((kernel.grid,), (kernel.block,), (np.frombuffer(data, np.dtype((np.void, len(data)))),))
 
 
 def new(array):
@@ -118,12 +124,20 @@ def test_transpose_and_swizzle():
     assert differing(out, tiled) == differing(back, q.block_scale) == 0
 
 
+@pytest.mark.parametrize("aligned", [True, False])
+@pytest.mark.parametrize("name", half(["nvfp4-te", "nvfp4-te-2d", "int8-modelopt", "mxfp8-te"]))
+def test_arrays_may_begin_at_the_alignment_of_their_field(name, aligned):
+    for kernel in fp4kit.cuda.kernels(name, "bfloat16", ARCH, shape=SHAPE):
+        kernel = eval(f"{kernel.call[:-1]}, aligned={aligned})", vars(fp4kit.cuda))
+        arrays = {f: cupy.zeros(1 << 17, np.uint8) for f in kernel.fields if f.needed}
+        start(kernel, **{f.name: -(-a.data.ptr // 32) * 32 + f.alignment for f, a in arrays.items()})
+
+
 @pytest.mark.skipif(not DEVICES, reason="no CUDA device")
 def test_a_cubin_that_is_loaded_from_a_file(tmp_path):
     kernel = fp4kit.cuda.source("tensor_amax", "nvfp4-te", "bfloat16", ARCH, shape=SHAPE)
     (tmp_path / "amax.cubin").write_bytes(fp4kit.cuda.compile(kernel))
     function = cupy.RawModule(path=str(tmp_path / "amax.cubin")).get_function(kernel.name)
     x, amax = cupy.asarray(X), cupy.zeros((), np.float32)
-    data = bytearray(kernel.pack(x=x.data.ptr, amax=amax.data.ptr))
-    function((kernel.grid,), (kernel.block,), (np.frombuffer(data, np.dtype((np.void, len(data)))),))
+    start(kernel, function, x=x.data.ptr, amax=amax.data.ptr)
     assert differing(amax, fp4kit.amax(X)) == 0

@@ -98,23 +98,21 @@ def test_errors(call, error, message) -> None:
 
 
 ROWS = np.ones((3, 3), np.uint8)
-UNKNOWN_LAYOUTS = {
-    "padded_shape": lambda name: layouts.padded_shape((3, 3), name),
-    "swizzle": lambda name: fp4kit.swizzle(Q, name),
-    "swizzle_scales": lambda name: layouts.swizzle_scales(ROWS, name),
-    "unswizzle": lambda name: fp4kit.unswizzle(BYTES, name, (3, 3)),
-    "unswizzle_scales": lambda name: layouts.unswizzle_scales(ROWS, name, (3, 3)),
+OF_A_LAYOUT = {"padded_shape": {"shape": (3, 3)}, "swizzle": {"q_or_scales": Q}, "swizzle_scales": {"scales": ROWS}}
+OF_A_LAYOUT |= {
+    "unswizzle": {"q_or_scales": ROWS, "shape": (3, 3)},
+    "unswizzle_scales": {"scales": ROWS, "shape": (3, 3)},
 }
 
 
 def test_an_unknown_layout_is_called_what_the_function_calls_it() -> None:
     exported = [getattr(module, name) for module in (fp4kit, layouts) for name in module.__all__]
-    functions = {f.__name__ for f in exported if inspect.isfunction(f) and "layout" in inspect.signature(f).parameters}
+    found = {f.__name__: f for f in exported if inspect.isfunction(f) and "layout" in inspect.signature(f).parameters}
     others = {"identify_kv", "check_layout", "check_size", "tile_rows"}  # of KV caches; called by fp4kit alone
-    assert functions - others == UNKNOWN_LAYOUTS.keys()
-    for name, call in UNKNOWN_LAYOUTS.items():
+    assert found.keys() - others == OF_A_LAYOUT.keys()
+    for name, arguments in OF_A_LAYOUT.items():
         with pytest.raises(ValueError, match=f"^{name}: layout is 'tiled'; needs"):
-            call("tiled")
+            found[name](layout="tiled", **arguments)
 
 
 def test_unswizzle_from_linear_is_a_reshape() -> None:
