@@ -391,11 +391,11 @@ def _alignment(kernel: str, text: str, field: str, kind: str, x: _Array, r: Reci
         return 1
     if field == "random":
         return 4 if r.stochastic in COMFYUI_STOCHASTICS else 1
-    has_scales, is_elements = kernel == "quantize_with_scales_kernel", "void" in kind
+    is_elements = "void" in kind
     if not is_elements and "uint8_t" not in kind:
         return 4
-    if kind == "uint8_t*" and kernel.startswith("quantize") and r.block and not (has_scales and field == "scales"):
-        return 16
+    if kind == "uint8_t*" and kernel.startswith("quantize") and r.block:
+        return 1 if field == "scales" and kernel != "quantize_hif4_kernel" else 16  # others store single bytes
     flag = "kScaleWords" if "transpose" in kernel and "scales" in field else "(kAligned|kQuads)"
     is_wide = re.search(f"{flag} = true", text) and (is_elements or not kernel.startswith("quantize"))
     return 16 if is_wide else x.itemsize if is_elements else 1

@@ -125,7 +125,7 @@ def test_transpose_and_swizzle():
 
 
 @pytest.mark.parametrize("aligned", [True, False])
-@pytest.mark.parametrize("name", half(["nvfp4-te", "nvfp4-te-2d", "int8-modelopt", "mxfp8-te"]))
+@pytest.mark.parametrize("name", half(["nvfp4-te", "nvfp4-te-2d", "int8-modelopt", "hif4-amct"]))
 def test_arrays_may_begin_at_the_alignment_of_their_field(name, aligned):
     for kernel in fp4kit.cuda.kernels(name, "bfloat16", ARCH, shape=SHAPE):
         kernel = eval(f"{kernel.call[:-1]}, aligned={aligned})", vars(fp4kit.cuda))
