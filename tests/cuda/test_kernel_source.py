@@ -375,7 +375,6 @@ def test_kernels_of_a_recipe_that_has_none():
         ({"y": 3}, TypeError, "pack: amax_kernel has no field 'y'; see Kernel.fields"),
         ({"amax": 2.0}, TypeError, "pack: amax is 2.0; needs an int, as uint32_t*"),
         ({"x": -1}, ValueError, "pack: x is -1; const void* needs 0 to 2^64 - 1"),
-        ({"x": 1 << 64}, ValueError, "pack: x is 18446744073709551616; const void* needs 0 to 2^64 - 1"),
         ({"rows": 1 << 63}, ValueError, "pack: rows is 9223372036854775808; int64_t needs 0 to 2^63 - 1"),
         ({"amax": 0}, ValueError, "pack: amax is 0; amax_kernel needs an address"),
         ({"x": 0x1008}, ValueError, "pack: x is 0x1008; amax_kernel needs a multiple of 16"),
@@ -395,10 +394,8 @@ def test_wrong_values_of_fields(values, error, message):
 def test_architectures_are_those_of_nvrtc():
     """Compile an empty kernel for every architecture of NVRTC, with every suffix."""
     compiler_or_skip()
-    nvrtc, count = compiler.nvrtc_library(), ctypes.c_int()
-    nvrtc.nvrtcGetNumSupportedArchs(ctypes.byref(count))
-    numbers = (ctypes.c_int * count.value)()
-    nvrtc.nvrtcGetSupportedArchs(numbers)
+    numbers = (ctypes.c_int * 64)()  # zeros behind those of NVRTC
+    compiler.nvrtc_library().nvrtcGetSupportedArchs(numbers)
     for n, suffix in product((n for n in numbers if n >= 75), ("", "a", "f")):
         is_known = (arch := f"sm_{n}{suffix}") in fp4kit.cuda.ARCHITECTURES
         with nullcontext() if is_known else pytest.raises(compiler.CompileError):
@@ -425,10 +422,10 @@ def test_the_declaration_is_the_struct():
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler is installed")
 def test_declarations_can_be_included_twice(tmp_path):
-    found = {f"{kernel.operation}.h": kernel.declaration for kernel in fp4kit.cuda.kernels("nvfp4-te-2d")}
-    for name, text in found.items():
-        (tmp_path / name).write_text(text)
-    program = "".join(f'#include "{name}"\n' for name in [*found, *found])
+    found = fp4kit.cuda.kernels("nvfp4-te-2d")
+    for kernel in found:
+        (tmp_path / kernel.operation).write_text(kernel.declaration)
+    program = "".join(f'#include "{kernel.operation}"\n' for kernel in found + found)
     command = ["cc", "-Wall", "-Werror", "-fsyntax-only", "-I", str(tmp_path), "-xc", "-"]
     subprocess.run(command, input=program, text=True, check=True)
 
