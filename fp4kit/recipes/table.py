@@ -179,11 +179,14 @@ def is_listed(r: Recipe) -> bool:
     return ALL_RECIPES.get(r.id) == r
 
 
+_TEXTS = ("source", "exact", "versions")  # fields that change no bit
+
+
 def title(r: Recipe) -> str:
     """Return the id of a recipe and, for a variant, the fields that it changes: "nvfp4-te with block=(1, 32)"."""
     listed = ALL_RECIPES.get(r.id, r)
-    values = {field.name: getattr(r, field.name) for field in fields(r) if field.compare}
-    changed = [f"{name}={value}" for name, value in values.items() if value != getattr(listed, name)]
+    values = {field.name: getattr(r, field.name) for field in fields(r)}
+    changed = [f"{k}={value}" for k, value in values.items() if k not in _TEXTS and value != getattr(listed, k)]
     return f"{r.id} with {', '.join(changed)}" if changed else r.id
 
 

@@ -37,7 +37,8 @@ Array = np.ndarray
 
 
 @pytest.fixture
-def ov() -> Any:
+def ov(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setenv("CI", "true")  # OpenVINO then sends no telemetry, for which it would fork: JAX warns of that
     return pytest.importorskip("openvino")
 
 
