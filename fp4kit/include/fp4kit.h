@@ -73,8 +73,8 @@ int fp4kit_tensor_rule(const char* key);
 int fp4kit_element(const char* key);
 int fp4kit_decoder(const char* key);
 
-// Keep a pointer to the table of 2^23 corrections that fp4kit.get_reciprocals() returns: by them, recipes of kernels with
-// approximate reciprocals, such as FlashInfer's, compute the bits of an NVIDIA GPU. The table must stay in memory.
+// Keep a pointer to the table of 2^23 corrections that fp4kit.get_reciprocals() returns: by them, recipes of kernels
+// with approximate reciprocals, such as FlashInfer's, compute the bits of an NVIDIA GPU. The table must stay in memory.
 void fp4kit_set_reciprocals(const signed char* table);
 
 // Quantize the matrix at x, of the shape and type in `call`. Return 0, or 1 if there is no valid result.
