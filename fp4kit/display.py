@@ -339,24 +339,24 @@ def recipe_panel(r: Recipe) -> Panel:
     default.
     """
     formulas = f"fp4kit.explain(x, {r.id!r}, index) applies them step by step" if is_listed(r) else ""
-    listed = is_listed(r) or r.id not in ALL_RECIPES
-    names = [name for name, target in ALIASES.items() if target == r.id and listed]
-    kind = "in the table" if is_listed(r) else "your own" if listed else f"a variant of {r.id}, not in the table"
+    is_variant = r.id in ALL_RECIPES and not is_listed(r)  # what is said of the producer does not hold for it
+    names = [name for name, target in ALIASES.items() if target == r.id and not is_variant]
+    kind = f"a variant of {r.id}, not in the table" if is_variant else "in the table" if is_listed(r) else "your own"
     facts = [
         ("recipe", f"{kind}, also called {', '.join(names)}" if names else kind),
         ("elements", f"{r.element}, {r.element.bits} bits, up to {r.element.max:g}"),
         ("scales", ", ".join(map(str, r.scale_levels))),
         *_rules(r),
         ("formulas", formulas),
-        ("exact", r.exact if listed else ""),
+        ("exact", "" if is_variant else r.exact),
         ("evidence", evidence_text(r) if is_listed(r) else ""),
         *(
             (alias.id, f"{alias.source}, {alias.exact}")
             for alias in PRODUCER_ALIASES.values()
-            if alias.of == r.id and listed
+            if alias.of == r.id and not is_variant
         ),
         ("source", r.source),
-        *((("versions", str(r.versions)),) if r.versions and listed else ()),
+        *((("versions", str(r.versions)),) if r.versions and not is_variant else ()),
     ]
     return Panel(f"Recipe {title(r)}", tuple(fact for fact in facts if fact[1]))
 

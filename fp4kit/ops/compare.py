@@ -241,8 +241,8 @@ class Comparison(Shown):
             if self.max_steps:
                 distance = f"{self.max_steps} step{'s' * (self.max_steps > 1)} of {self.element}, "
             error = f"|a - b| = {self.max_error:.6g}; SQNR {self.sqnr:.2f} dB"
-            if self.max_error != self.max_error:
-                distance = distance if self.max_ulp else ""
+            if np.isnan(self.max_error):
+                distance *= self.max_ulp > 0
                 error = "|a - b| and SQNR are NaN, because a or b has a NaN, or both have an infinity"
             facts.append(("largest", f"{distance}{error}"))
             digits = 17 if x != y and f"{x:.9g}" == f"{y:.9g}" else 9

@@ -115,11 +115,15 @@ def save(path: str | os.PathLike[str], arrays: Mapping[str, Quantized]) -> None:
         for name, (part, given) in stored.items():
             (array,) = import_arrays("save", **{part: given})
             raw = np.ascontiguousarray(to_host(array)).reshape(-1).view(np.uint8)
+            if raw.size <= _CHUNK:
+                writer.write(name, raw)
+                sums[name] = _digits(zlib.crc32(raw.data))
+                continue
             with signals_held():
-                later = second.submit(zlib.crc32, raw.data) if raw.size > _CHUNK else None
+                later = second.submit(zlib.crc32, raw.data)
             writer.write(name, raw)
             with signals_held():
-                sums[name] = _digits(later.result() if later else zlib.crc32(raw.data))
+                sums[name] = _digits(later.result())
         writer.replace_metadata({ENTRY: entry, SUMS: json.dumps({"header": header, "tensors": sums})})
         writer.finish()
 

@@ -131,7 +131,7 @@ class VerifyReport:
 
     @property
     def expected(self) -> str:
-        """What the bytes of layers were compared with, such as "the source encoded with nvfp4-te"."""
+        """The other side of the comparison of bytes, such as "the source encoded with nvfp4-te"."""
         compared = [layer for layer in self.layers if layer.compared]
         made = []
         if any(layer.action not in _WITHOUT_RECIPE for layer in compared):
