@@ -13,7 +13,8 @@ Gate and up share a tensor scale, because they are one matrix. These calls are t
 - "tensors": convert_tensors from named bfloat16 tensors to the tensors of a checkpoint, with linear scales. It is timed
   only with one process and on the host, for all tensors and, with `since`, for a step that changed no tensor.
 
-Before and after the timing, every byte of "masters" and "grouped" is compared with quantize of each matrix.
+`graph` is the time of a CUDA graph of the call "masters", with the messages of NCCL in it. Before and after the timing,
+every byte of "masters" (of the graph, in the end) and "grouped" is compared with quantize of each matrix.
 
 A *copy* is a device-to-device copy on the same GPU. Its reads and writes together have as many bytes as the process
 must move. The process reads its masters twice, once for the amaxes, and writes all codes and scales. `of a copy` is the
@@ -29,7 +30,7 @@ import argparse
 import json
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -118,8 +119,21 @@ class RefitRank(Rank):
         stages = self.time(plan.stages)
         (step,) = self.time([("step", plan.cast)]).values()
         us = stages | {"step": step, "host": self.host_us(plan.cast)}
-        assert self.check(plan.cast()) == compared
+        us["graph"] = self.graph_us(plan.cast, result)
+        assert self.check(result) == compared
         return self.row("masters", us, sum(s.values.size for s in shards), result) | {"compared_bytes": compared}
+
+    def graph_us(self, step: Callable[[], Any], results: Sequence[Any]) -> float:
+        """Capture a step in a CUDA graph, fill its results with zeros, and return the microseconds of the graph."""
+        stream = self.cupy.cuda.Stream(non_blocking=True)
+        with stream:
+            stream.begin_capture()
+            step()
+            graph = stream.end_capture()
+        for q in results:
+            q.packed.fill(0)
+            q.block_scale.fill(0)
+        return self.time([("graph", graph.launch)])["graph"]
 
     def grouped(self) -> dict[str, Any]:
         """Time GroupedPlan.quantize of both stacks, and return its record."""

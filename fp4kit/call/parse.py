@@ -521,9 +521,10 @@ class Partition(NamedTuple):
         return np.cumsum(lengths, axis=1) - lengths
 
     def split(self, count: int) -> list[Partition]:
-        """Divide what each process owns into ``count`` parts of equal size, one Partition per part."""
-        total, cut = self.pieces(1).sum(axis=1, keepdims=True), np.arange(count + 1)[:, None, None]
-        edges = self.starts + np.clip(total * cut // count - self.offsets(1), 0, self.pieces(1))
+        """Divide what each process owns into ``count`` parts, one Partition per part; end parts have half the size."""
+        total, cut = self.pieces(1).sum(axis=1, keepdims=True), np.arange(-1, 2 * count, 2)[:, None, None]
+        whole = max(2 * count - 2, 1)
+        edges = self.starts + np.clip(total * np.clip(cut, 0, whole) // whole - self.offsets(1), 0, self.pieces(1))
         return [*map(Partition, edges[:-1], edges[1:])]
 
 

@@ -169,7 +169,7 @@ def partial_cast(
 
 ALIGNMENT = 256  # bytes; the part of a buffer that belongs to a matrix begins at a multiple of it
 MAX_PADDING = 1.1  # messages are padded to one length if this takes at most this factor of bytes (_message_sizes)
-CHUNK = 1 << 26  # elements; a process sends its codes in messages of at least this many, to overlap them with the cast
+CHUNK = 3 << 25  # elements; a process sends its codes in messages of about this many, to overlap them with the cast
 
 
 class DeviceStages:
@@ -281,7 +281,7 @@ class DeviceStages:
         # one process, it has no codes, because the cast stage writes them into the matrices.
         cupy, size, alone = imports.cupy(), self._recipe.element.packing.length(RUN), len(self._partition.starts) == 1
         longest = int(self._partition.pieces(1).sum(axis=1).max())
-        self._chunks = self._partition.split(1 if alone else max(longest // CHUNK, 1))
+        self._chunks = self._partition.split(1 if alone else max(longest // CHUNK + 1, 1))
         # With priority, because a cast has more thread blocks than the device can hold.
         self._side = cupy.cuda.Stream(non_blocking=True, priority=-1)
         self._events = [[cupy.cuda.Event(disable_timing=True) for _ in range(2)] for _ in self._chunks]
