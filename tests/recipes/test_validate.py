@@ -147,6 +147,10 @@ WRONG = [  # (recipe, the replaced fields, the error, its text after "Recipe <id
     ("mxfp8-onednn", {"repacked": True}, V, "repacked is True; needs float elements"),
     ("int8-modelopt", {"nan_sign": True}, V, "nan_sign is True; needs a float format with a sign"),
     ("mxfp4-gguf", {"nan_sign": True}, V, "needs a float format with a sign, a rounding to nearest"),
+    *(
+        (r.id, {"nan_sign": True}, V, "nan_sign is True; needs a block_rule that does not multiply by encode scales")
+        for r in map(recipe, ("nvfp4-jax", "nvfp4-jax-gpu", "nvfp4-jax-gpu-global-jit"))
+    ),
     ("mxfp4-nncf", {"nan_sign": 1}, T, "nan_sign is 1; needs True or False"),
     ("mxfp8-flashinfer", {"nan_code": 3}, V, "needs an element format with a NaN, and no nan_code"),
     ("int8-modelopt", {"rounding": "first", "fake_rule": None}, V, "rounding is 'first'; needs a float format"),
