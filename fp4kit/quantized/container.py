@@ -718,6 +718,14 @@ class Quantized:
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _refuse_arithmetic
     __matmul__ = __rmatmul__ = __pow__ = __neg__ = __abs__ = __float__ = __int__ = _refuse_arithmetic
 
+    def __eq__(self, other: object) -> bool:
+        """Return True for q == q. For another Quantized, raise TypeError: `equals` compares, and may wait for a GPU."""
+        if isinstance(other, Quantized) and other is not self:
+            raise TypeError("Quantized: q == other is not defined; call q.equals(other), or compare(q, other)")
+        return self is other or NotImplemented
+
+    __hash__ = object.__hash__
+
     def __array__(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raise TypeError, because NumPy would otherwise make an object array of a Quantized."""
         raise TypeError(_NO_NUMBERS)

@@ -249,6 +249,10 @@ def test_a_quantized_is_no_array_and_no_sequence():
     for spread in (np.asarray, np.abs, lambda q: np.zeros(128) + q):
         with pytest.raises(TypeError, match=r"^Quantized: is not an array of numbers; call q.dequantize\(\) for its"):
             spread(q)
+    assert q == q and q != 3 and q is not None and {q: 1}[q] == 1
+    for compared in (lambda a, b: a == b, lambda a, b: a != b, lambda a, b: a in [b]):
+        with pytest.raises(TypeError, match=r"^Quantized: q == other is not defined; call q.equals\(other\)"):
+            compared(q, fp4kit.quantize(ORDINARY, "nvfp4-te"))
 
 
 def _multiples(q):
