@@ -65,7 +65,7 @@ REASONS = (
         "quantize*, 64 x 4096*",
         ("nvfp4-te", "nvfp4-te-rowscaled", "nvfp4-flashinfer-token*"),
         BF16,
-        "Host time, mostly of Python and of CuPy's allocations. Hosts differ: on this one, x * 2 of PyTorch takes 8.4 us.",
+        "Host time, mostly of Python and of CuPy's allocations. Hosts differ: here, x * 2 of PyTorch takes 8.4 us.",
         (
             "the same calls on the host of an earlier record, where x * 2 of PyTorch takes 7.2 us: 12.8 to 13.7 us",
             "quantize into given arrays, nvfp4-te: 14.1 us",

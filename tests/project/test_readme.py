@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import importlib
 import inspect
+import json
 import re
 from contextlib import nullcontext
 from pathlib import Path
@@ -80,6 +81,20 @@ def test_rates_of_recipes_are_those_of_the_record() -> None:
     }
     assert slowest and min(rates.items(), key=lambda row: row[1]) == (slowest[2], float(slowest[1]))
     assert round(max(rates.values())) == int(slowest[3])
+    large = dict(re.findall(r"^\| (\S+) \| 1 GiB \|(?:[^|]*\|){5} ([\d.]+) \|", record, re.M))
+    for rate, name in re.findall(r"([\d.]+) \(`([\w-]+)`\) (?:or|\.)", TEXT):
+        assert round(float(large[name]), 1) == float(rate)
+
+
+def test_the_count_of_recipes_at_the_speed_of_a_copy_is_that_of_the_record() -> None:
+    rows = json.loads((ROOT / "benchmarks" / "results" / "h200.json").read_text())["rows"]
+    best: dict[str, float] = {}
+    for row in rows:
+        plain = re.fullmatch("quantize( per token| 16x16)?(, amax given)?", row["operation"])
+        if plain and row["efficiency"] and row["dtype"] == "bfloat16":
+            best[row["recipe"]] = max(best.get(row["recipe"], 0), row["efficiency"])
+    assert f"by {sum(e >= 1 / 1.05 for e in best.values())} of the {len(best)} timed recipes" in " ".join(TEXT.split())
+    assert round(1 / min(best.values())) == 5
 
 
 def test_stars_of_patterns_are_escaped_in_the_table_of_options() -> None:
