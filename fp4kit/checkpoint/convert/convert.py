@@ -11,7 +11,7 @@ import os
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from concurrent.futures import Executor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from math import prod
 from pathlib import Path
@@ -38,17 +38,17 @@ from fp4kit.checkpoint.convert.job import (
 )
 from fp4kit.checkpoint.convert.rows import refused_carry
 from fp4kit.checkpoint.executors import Options, Prefetcher, executor_of, pending_limit, run_all, start_devices
-from fp4kit.checkpoint.findings import findings_of_files, judged_for, opened
+from fp4kit.checkpoint.findings import findings_of_files, judged_for, opened, stored_issues
 from fp4kit.checkpoint.model import model_files
 from fp4kit.checkpoint.model.doubts import CERTAIN, SWAPPED_NIBBLES, swapped_layers
 from fp4kit.checkpoint.model.slabs import SLAB_BYTES
-from fp4kit.checkpoint.model.statistics import doubt_about
+from fp4kit.checkpoint.model.statistics import doubt_about, total
 from fp4kit.checkpoint.model.weights import weights_of
 from fp4kit.checkpoint.plan.gguf_model import GGUF
 from fp4kit.checkpoint.plan.make_plan import make_plan
 from fp4kit.checkpoint.plan.plan import OutputFile, Plan, check_target, configs, final_path, jobs_of
 from fp4kit.checkpoint.plan.request import RequestOptions, takes_options
-from fp4kit.checkpoint.verify.reencode import sampled_losses
+from fp4kit.checkpoint.verify.reencode import Check, run_check, sampled_losses
 from fp4kit.contract.schema import FILE
 from fp4kit.cpu.library import is_compiled, num_threads
 from fp4kit.lazy import lazy_property
@@ -81,6 +81,8 @@ class ConversionReport:
         doubts: warnings about scales or codes of the source that are probably wrong, one per tensor. Empty if
             ``execute`` found the result of an earlier, completed run.
         losses: warnings about layers that lost their values, one per layer; () unless the plan allows this.
+        nonfinite: layer name -> the number of values of its source that are NaN or infinite, for the layers that have
+            any. They were kept or replaced, as the plan's ``nonfinite`` says. Copied tensors are not examined.
     """
 
     plan: Plan
@@ -88,10 +90,12 @@ class ConversionReport:
     done: tuple[Done, ...]
     doubts: tuple[str, ...] = ()
     losses: tuple[str, ...] = ()
+    nonfinite: Mapping[str, int] = field(default_factory=dict)
 
     def __repr__(self) -> str:
-        """Return the destination, the format and how many jobs took each action, in one line."""
+        """Return the destination, the format, how many jobs took each action, and values that were NaN or infinite."""
         counts = ", ".join(f"{count} {action}" for action, count in sorted(self.actions.items()))
+        counts += f"; {sum(self.nonfinite.values())} NaN or infinite" * bool(self.nonfinite)
         return f"ConversionReport({str(self.destination)!r}: {self.plan.format_name}; {counts})"
 
     @property
@@ -157,10 +161,20 @@ class ConversionReport:
 
         Each is an Issue, with a severity, a subject, a text and the engine that it concerns. An error means that an
         engine rejects the result or decodes wrong values. That an engine does not load such results at all is a
-        warning, unless the request names this engine. Reading this attribute reads the result.
+        warning, unless the request names this engine. Codes and scales are examined in layers where they may be NaN.
+        Reading this attribute reads the result.
         """
-        path = self.files[0] if self.files else self.destination
-        return tuple(judged_for(self.plan, findings_of_files(opened(path))[0]))
+        found, model, *_ = findings_of_files(opened(self.files[0] if self.files else self.destination))
+        plan, names = self.plan, {*self.nonfinite}
+        for tensor in plan.converted:  # by the rounding "rnh", large finite values become NaN too
+            names |= {p.module for p in tensor.pieces if (tensor.recipe or plan.recipe).rounding == "rnh"}
+        for name, weight in model.layers.items():
+            if name in names:
+                layers = [run_check(Check(weight, e), None) for e in range(weight.experts)]
+                found += stored_issues(name, total(layer.tally for layer in layers))
+                doubts = dict.fromkeys(layer.doubt for layer in layers if layer.doubt)
+                found += [Issue("error" if one in CERTAIN else "warning", name, one) for one in doubts]
+        return tuple(judged_for(self.plan, found))
 
     @lazy_property
     def survival(self) -> dict[str, Survival]:
@@ -400,11 +414,11 @@ def execute(plan: Plan, destination: str | Path, options: Options | None = None)
         ChildProcessError: a worker process died.
     """
     options, target = options or Options(), Path(destination)
-    done = finished_before(plan, target) if options.resume else None
+    finished = finished_before(plan, target) if options.resume else None
     if staging.result_of(target).exists():  # only a finished result has leftovers
         run_jobs.remove_leftovers(target)
-    if done is not None:
-        return ConversionReport(plan, target, done)
+    if finished is not None:
+        return finished
     check(plan, target, options.resume)
     if options.executor is not None:
         return _execute(plan, target, options)
@@ -413,11 +427,22 @@ def execute(plan: Plan, destination: str | Path, options: Options | None = None)
         return _execute(plan, target, replace(options, progress=progress))
 
 
-def finished_before(plan: Plan, target: Path) -> tuple[Done, ...] | None:
-    """Return one Done per job, in the order of the plan, if an earlier run of this plan has completed ``target``."""
-    found = run_jobs.jobs_of_finished_run(target, run_jobs.key_of(plan.source, plan.request))
+def finished_before(plan: Plan, target: Path) -> ConversionReport | None:
+    """Return the report on an earlier run of this plan, if it has completed ``target``."""
+    found = run_jobs.journal_of_finished_run(target, run_jobs.key_of(plan.source, plan.request))
     keys = [job.key for job in jobs_of(plan, _nowhere(plan))]
-    return None if found is None or not found.keys() >= {*keys} else tuple(found[key] for key in keys)
+    if found is None or not found.done.keys() >= {*keys}:
+        return None
+    nonfinite = _nonfinite(found.measured[key] for key in keys if key in found.measured)
+    return ConversionReport(plan, target, tuple(found.done[key] for key in keys), nonfinite=nonfinite)
+
+
+def _nonfinite(measured: Iterable[Measured]) -> dict[str, int]:
+    """Return ConversionReport.nonfinite."""
+    found: Counter[str] = Counter()
+    for one in measured:
+        found[one.key.rpartition("#")[0]] += one.nonfinite
+    return dict(+found)
 
 
 def _execute(plan: Plan, target: Path, options: Options) -> ConversionReport:
@@ -441,7 +466,8 @@ def _execute(plan: Plan, target: Path, options: Options) -> ConversionReport:
             raise CheckpointError(
                 f"{plan.source.root}: changed while it was converted; run again when nothing writes to it"
             )
-    return ConversionReport(plan, target, done, tuple(run.doubts[name] for name in sorted(run.doubts)), run.losses)
+    doubts = tuple(run.doubts[name] for name in sorted(run.doubts))
+    return ConversionReport(plan, target, done, doubts, run.losses, run.nonfinite)
 
 
 def bytes_to_read(plan: Plan) -> int:
@@ -479,8 +505,8 @@ class _Run:
     journal: the record of what is done, from which an interrupted run continues.
     is_file: True to write files of tensors only; False to write configs and a manifest beside the files of tensors.
 
-    After ``run``, ``doubts`` maps source tensors to warnings about their scales, and ``losses`` has a warning for each
-    layer that lost its values.
+    After ``run``, ``doubts`` maps source tensors to warnings about their scales, ``losses`` has a warning for each
+    layer that lost its values, and ``nonfinite`` is that of the report.
     """
 
     def __init__(self, plan: Plan, folder: Path, options: Options, journal: run_jobs.Journal, is_file: bool) -> None:
@@ -488,6 +514,7 @@ class _Run:
         self.is_file = is_file
         self.doubts: dict[str, str] = {}
         self.losses: tuple[str, ...] = ()
+        self.nonfinite: dict[str, int] = {}
 
     def run(self) -> tuple[Done, ...]:
         """Write all files into the partial directory, and return what each job did, in the order of the plan."""
@@ -507,6 +534,7 @@ class _Run:
             if not self.is_file:
                 self._write_beside(scheduler.digests, executor)
             self.losses = self._losses(scheduler.done.values())
+        self.nonfinite = _nonfinite(scheduler.measured[job.key] for job in all_jobs if job.is_measured)
         return tuple(scheduler.done[job.key] for job in all_jobs)
 
     def _losses(self, done: Iterable[Done]) -> tuple[str, ...]:

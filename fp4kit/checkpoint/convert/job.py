@@ -204,8 +204,7 @@ class Job:
     @property
     def is_measured(self) -> bool:
         """True if the job reads its source twice."""
-        checked = {COPY: False, DEQUANTIZE: self.nonfinite != "keep", RENAME: self.nonfinite == "error"}
-        return checked.get(self.action, True)
+        return self.action != COPY
 
 
 class Measured(NamedTuple):

@@ -13,7 +13,7 @@ import json
 import os
 import zlib
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor
 from contextlib import closing, suppress
 from functools import reduce
@@ -472,14 +472,14 @@ def remove_leftovers(destination: Path) -> tuple[Path, ...]:
     return found
 
 
-def jobs_of_finished_run(destination: Path, key: str) -> Mapping[str, Done] | None:
-    """Return a dict from job key to Done, for the jobs of a run that was killed after it had finished its result."""
+def journal_of_finished_run(destination: Path, key: str) -> Journal | None:
+    """Return the journal, read and closed, of a run that was killed after it had finished its result."""
     for path in leftovers_of(destination):
         journal = path if path.name == staging.JOURNAL else path / staging.JOURNAL
         with suppress(OSError, CheckpointError):
             if key_of_lines(journal) == key:
                 with Journal(journal, key) as found:
-                    return found.done
+                    return found
     return None
 
 
@@ -516,8 +516,8 @@ class JobScheduler:
     tick: called after each job with the number of bytes of source tensors that it read. The bytes of a job that is
         measured first count twice.
 
-    After ``run``, ``done`` maps the key of every job to what it did, and ``digests`` maps the path of every file to its
-    digest.
+    After ``run``, ``done`` maps the key of every job to what it did, ``measured`` that of every measured job to its
+    measurements, and ``digests`` the path of every file to its digest.
     """
 
     def __init__(
@@ -525,7 +525,7 @@ class JobScheduler:
     ) -> None:
         self._jobs = {job.key: job for job in all_jobs}
         self._journal, self._check, self._tick = journal, check, tick
-        self._measured: dict[str, Measured] = {}
+        self.measured: dict[str, Measured] = {}
         self.done: dict[str, Done] = {}
         self.digests: dict[Path, Digest] = {}
         self._groups: dict[str, list[Job]] = defaultdict(list)
@@ -591,12 +591,12 @@ class JobScheduler:
         # A group is written when the last of its jobs is measured; until then, return [].
         job = self._jobs[found.key]
         self._check(job, found)
-        self._measured[found.key] = found
+        self.measured[found.key] = found
         self._unmeasured[job.group].remove(found.key)
         if self._unmeasured[job.group]:
             return []
         members = self._groups[job.group]
-        shared = join_group([self._measured[member.key] for member in members])
+        shared = join_group([self.measured[member.key] for member in members])
         return [(write_job, (member, shared)) for member in members if member.key not in self.done]
 
     def _take_done(self, result: Done) -> list[FunctionCall[Any]]:

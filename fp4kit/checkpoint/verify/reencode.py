@@ -155,7 +155,7 @@ class Check:
     def needs_amax(self) -> bool:
         """True if the amax or scale exponents of the source rows are needed before the matrix can be re-encoded."""
         job = self.job
-        if job is None or not job.is_measured or job.action == DEQUANTIZE:
+        if job is None or job.action in (DEQUANTIZE, RENAME):
             return False
         assert job.recipe is not None
         has_scale = job.recipe.tensor_scaling == "tensor" or job.nonfinite == "saturate"
