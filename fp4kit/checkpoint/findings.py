@@ -35,7 +35,7 @@ from fp4kit.checkpoint.plan.plan import configs as configs_of
 from fp4kit.checkpoint.plan.scale_search import Activations
 from fp4kit.checkpoint.plan.source_layers import cache_troubles, doubtful_layers
 from fp4kit.checkpoint.selection import names, selection
-from fp4kit.contract.engine_table import VERSIONS
+from fp4kit.contract.engine_table import SERVING, VERSIONS
 from fp4kit.formats import NVFP4, ElementFormat
 from fp4kit.storage.files import SafetensorsFile, TensorEntry, counted, listed, shown
 
@@ -178,6 +178,13 @@ def judged_for(plan: Plan, issues: Iterable[Issue]) -> list[Issue]:
         return [*issues]
     own = f"{row.engine} {VERSIONS.get(row.engine)}"
     return [replace(one, severity="error") if one.loader == own and _is_obstacle(one) else one for one in issues]
+
+
+def asked(plan: Plan, issues: Iterable[Issue]) -> list[Issue]:
+    """Return issues without warnings about other engines than the one that the user named."""
+    row = plan.request.serving
+    others = {f"{name} {VERSIONS[name]}" for name in SERVING if row is not None and name != row.engine}
+    return [one for one in issues if one.severity == "error" or one.loader not in others]
 
 
 def rejections_of(issues: Iterable[Issue]) -> dict[str, str]:

@@ -14,14 +14,15 @@ from fp4kit.checkpoint.containers.configs import MIXED
 from fp4kit.checkpoint.containers.engines import comfy, mlx
 from fp4kit.checkpoint.convert.convert import ConversionReport
 from fp4kit.checkpoint.convert.job import MERGE, QUANTIZE, REQUANTIZE
-from fp4kit.checkpoint.findings import engines_that_load, rejections_of
+from fp4kit.checkpoint.findings import asked, engines_that_load, rejections_of
 from fp4kit.checkpoint.loaders import support
 from fp4kit.checkpoint.model.inspect import inspect_checkpoint
 from fp4kit.checkpoint.plan.plan import Plan
 from fp4kit.checkpoint.selection.names import ENGINE
 from fp4kit.checkpoint.verify.reencode import SampledError, sampled_error
 from fp4kit.checkpoint.verify.verify import VerifyReport
-from fp4kit.contract.engine_table import VERSIONS
+from fp4kit.contract.engine_table import SERVING, VERSIONS
+from fp4kit.contract.engines import Serving
 from fp4kit.storage.files import FLOAT_DTYPES, CheckpointError, counted, shown
 
 # format -> the engine for which it is made, for formats of which engine_table.py says nothing
@@ -29,10 +30,12 @@ _OWN_ENGINES = {"gguf": ENGINE, mlx.FORMAT: mlx.ENGINE, comfy.FORMAT: comfy.ENGI
 _SERVE = {
     "vLLM": "vllm serve {}",
     "SGLang": "python -m sglang.launch_server --model-path {}",
+    "TensorRT-LLM": "trtllm-serve {}",
     ENGINE: "llama-server -m {}",
     mlx.ENGINE: "mlx_lm.server --model {}",
 }
-_LOAD = 'python -c "from transformers import AutoModel; AutoModel.from_pretrained({!r}{})"'
+_LOAD = 'python -c "from transformers import {0}{3}; {0}.from_pretrained({1!r}{2})"'
+_DEQUANTIZED = ", quantization_config=CompressedTensorsConfig(dequantize=True)"
 _MOST_KEPT = 3  # how many layers the advice about --keep names
 
 
@@ -56,10 +59,13 @@ def summary_of(report: ConversionReport) -> Summary:
     """Return the summary of a conversion: engines that load the result, the command to serve it, and a sampled
     error.
     """
-    engines, config = _engines(report), report.plan.source.config
-    rejections = rejections_of(report.findings)
-    command = serve_command(report.plan.format_name, config, report.destination, engines)
-    return Summary(engines, rejections, command, _error(report))
+    plan, engines = report.plan, _engines(report)
+    row, command = plan.request.serving, ""
+    named = "" if row is None or row.container.partition(" ")[0] in _OWN_ENGINES else row.engine
+    if not any(one.severity == "error" and one.loader.partition(" ")[0] in ("", named) for one in report.findings):
+        row = row if named else None
+        command = serve_command(plan.format_name, plan.source.config, report.destination, engines, row)
+    return Summary(engines, rejections_of(asked(plan, report.findings)), command, _error(report))
 
 
 def _error(report: ConversionReport) -> SampledError | None:
@@ -85,18 +91,32 @@ def _engines(report: ConversionReport) -> tuple[str, ...]:
     return engines_that_load(plan.format_name, plan.source.config, report.findings)
 
 
+def _classes(config: Mapping[str, Any]) -> list[str]:
+    classes = config.get("architectures")
+    return [name for name in classes if isinstance(name, str)] if isinstance(classes, list) else []
+
+
 def _not_generative(config: Mapping[str, Any]) -> str:
     """Return the class of a model that does not generate text, such as "BertModel"; "" if the model does."""
-    classes = config.get("architectures")
-    names = [name for name in classes if isinstance(name, str)] if isinstance(classes, list) else []
+    names = _classes(config)
     generates = any(name.endswith(("ForCausalLM", "ForConditionalGeneration")) for name in names)
     return "" if generates else " or ".join(names) or "this model"
 
 
-def serve_command(format_name: str, config: Mapping[str, Any], path: Path, engines: tuple[str, ...]) -> str:
-    """Return the command line that serves a model, or that loads it in Python; "" if no engine has a command."""
-    if "transformers" in engines and _not_generative(config):
-        return _LOAD.format(str(path), ", dtype='bfloat16'" * _decodes_to_bfloat16(format_name))
+def serve_command(
+    format_name: str, config: Mapping[str, Any], path: Path, engines: tuple[str, ...], row: Serving | None = None
+) -> str:
+    """Return the command line that serves a model by the engine of ``row`` (None: by any), or that loads it in
+    Python; "" if no engine has a command.
+    """
+    if row is not None:
+        engines = (row.engine,) if row.engine in engines or row.engine not in SERVING else ()
+    if "transformers" in engines and (row is not None or _not_generative(config)):
+        loader = "AutoModelForCausalLM" if str(_classes(config)).endswith("ForCausalLM']") else "AutoModel"
+        options = ", dtype='bfloat16'" * _decodes_to_bfloat16(format_name)
+        is_decoded = row is not None and row.route == "dequantize=True"
+        more = (_DEQUANTIZED, ", CompressedTensorsConfig") if is_decoded else ("", "")
+        return _LOAD.format(loader, str(path), options + more[0], more[1])
     quoted = shlex.quote(str(path))
     return next((_SERVE[engine].format(quoted) for engine in engines if engine in _SERVE), "")
 
@@ -135,7 +155,9 @@ def lines_of(report: ConversionReport, summary: Summary) -> Iterator[str]:
         family, other = support.family_of(plan.source.config), _not_generative(plan.source.config)
         of = f"{family} models{f' ({other} itself was not examined)' * bool(other)}"
         yield f"engines that load {plan.format_name} for {of}: {', '.join(names)}"
-        if "transformers" in summary.engines and _needs_bfloat16(plan):
+        row = plan.request.serving
+        is_asked = row is None or row.engine == "transformers"
+        if is_asked and "transformers" in summary.engines and _needs_bfloat16(plan):
             yield (
                 "note: transformers decodes these layers to bfloat16, so the forward pass of this model fails unless"
                 " you load it with dtype=torch.bfloat16"

@@ -34,7 +34,7 @@ from fp4kit.checkpoint.convert.demo import SENTENCES, cosines_of_embeddings, dem
 from fp4kit.checkpoint.convert.job import Losses
 from fp4kit.checkpoint.convert.run_jobs import leftovers_of, remove_leftovers
 from fp4kit.checkpoint.executors import Options, cluster
-from fp4kit.checkpoint.findings import findings_of_plan, is_one_file, lines_of
+from fp4kit.checkpoint.findings import asked, findings_of_plan, is_one_file, lines_of
 from fp4kit.checkpoint.model.statistics import sqnr_db
 from fp4kit.checkpoint.plan.assign_recipes import CANDIDATES, KEEP, Assignment, assign_recipes, shown_points
 from fp4kit.checkpoint.plan.gguf_model import GGUF
@@ -46,7 +46,7 @@ from fp4kit.checkpoint.selection.selection import Wishes
 from fp4kit.cli import conversion_summary
 from fp4kit.cli.command import DIFFERENT, DONE, Command, path_flag
 from fp4kit.cli.output import Output
-from fp4kit.storage.files import CheckpointError, shown
+from fp4kit.storage.files import CheckpointError, listed, shown
 from fp4kit.storage.gguf_file import is_gguf
 
 _BY_ENGINE = "; leave --format out, which writes the format that most engines load"
@@ -237,6 +237,7 @@ def _run(
             {"name": name, "values": one.values, "largest_error": one.largest_error}
             for name, one in report.decoded.items()
         ],
+        "nonfinite": [{"name": name, "values": count} for name, count in report.nonfinite.items()],
         "replaced": report.replaced,
         "lost": report.losses,
         "searched": [{"name": name, **_decibels(losses)} for name, losses in report.gains.items()],
@@ -418,7 +419,7 @@ def _notes_of(plan: Plan, destination: Path, findings: Sequence[Issue]) -> dict[
     """Return the texts of a conversion's errors and warnings, {"error": [...], "warning": [...]}."""
     planned = {text for _, text in lines_of(plan.findings)}
     found = {"error": [], "warning": [text for text in plan.warnings if text not in planned]}
-    for severity, text in lines_of(issue for issue in findings if issue.text not in found["warning"]):
+    for severity, text in lines_of(one for one in asked(plan, findings) if one.text not in found["warning"]):
         found[severity].append(text)
     found["warning"] += notes_on_file(plan, destination)
     return found
@@ -544,8 +545,11 @@ def _print_losses(out: Output, report: ConversionReport, changed: Sequence[Mappi
         out.lines(f"warning: {text}" for text in texts[:_MOST_DOUBTS])
         if len(texts) > _MOST_DOUBTS:
             out.line(f"warning: {len(texts) - _MOST_DOUBTS} more layers {what}; --json lists them")
+    layers = listed([shown(name) for name in report.nonfinite])
     if report.replaced:
-        out.line(f"{report.replaced} values were NaN or infinite and were replaced")
+        out.line(f"{report.replaced} values were NaN or infinite and were replaced: {layers}")
+    if kept := sum(report.nonfinite.values()) - report.replaced:
+        out.line(f"warning: {layers}: values of the source that are NaN or infinite, converted as they are: {kept}")
 
 
 def _print_decoded(out: Output, report: ConversionReport) -> None:

@@ -13,12 +13,14 @@ from exhaustive import exhaustive
 from together import together
 
 import fp4kit
-from fp4kit.checkpoint import CheckpointError, Wishes, execute, make_plan
+from fp4kit.checkpoint import CheckpointError, Wishes, convert, execute, make_plan
 from fp4kit.checkpoint.containers.engines import Issue
 from fp4kit.checkpoint.findings import engines_that_load, findings_of_plan
+from fp4kit.checkpoint.plan.request import FORMATS
 from fp4kit.checkpoint.verify.verify import verify
 from fp4kit.cli import main
 from fp4kit.cli.conversion_summary import _error_lines, summary_of
+from fp4kit.recipes import RECIPES
 
 TARGETS = (
     *(("nvfp4-te", "modelopt"), ("nvfp4-te", "compressed-tensors"), ("mxfp4-ocp", "compressed-tensors")),
@@ -219,14 +221,15 @@ def test_engines_that_reject_are_named(tmp_path: Path, capsys: pytest.CaptureFix
 def test_the_engine_that_the_user_names_must_load_the_result(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], engine: str, code: int
 ) -> None:
-    """transformers decodes experts in NVFP4 wrongly. This is a warning unless --engine names transformers."""
+    """transformers decodes experts in NVFP4 wrongly. Only if --engine names transformers, convert reports this."""
     synthetic.moe(tmp_path / "m")
     arguments = ["convert", str(tmp_path / "m"), str(tmp_path / "o"), "--format", "compressed-tensors"]
     for more in (["--dry-run"], []):
         options = ["--engine", engine, "--scheme", "nvfp4-w4a4", "--input-scale", "1", *more]
         assert main([*arguments, *options]) == code
         said = " ".join(capsys.readouterr().out.split())
-        assert f"{'error' if code else 'warning'}: transformers 5.23.0: model: wrong values: the engine" in said
+        assert ("error: transformers 5.23.0: model: wrong values: the engine" in said) == bool(code)
+        assert code or "transformers 5" not in said
     assert ("rejected by transformers" in said) == bool(code) and main(["verify", str(tmp_path / "o")]) == 0
 
 
@@ -267,3 +270,36 @@ def test_errors_of_samples_are_called_so(tmp_path: Path) -> None:
         found = {layer.name: layer.tally.sqnr_db for layer in verify(out, source).layers}
         assert ({*error.layers} == {*found.items()}) == error.is_whole
         assert ("sampled" in " ".join(_error_lines(error))) == (not error.is_whole)
+
+
+def errors(issues: Iterable[Issue]) -> set[tuple[str, ...]]:
+    return {one for one in facts(issues) if one[0] == "error"}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_values_that_are_not_finite(recipe: str, tmp_path: Path) -> None:
+    """Whatever a recipe makes of NaN and infinity, and whatever becomes of the layer then, convert counts the values
+    and reports the faults that verify does.
+    """
+    values = np.random.default_rng(0).standard_normal((2, 256, 128), np.float32)
+    values[0, 3, 5], values[0, 40, 64:96] = np.inf, np.nan
+    names = ("a.up_proj.weight", "a.down_proj.weight")
+    synthetic.write_model(tmp_path / "m", {}, dict(zip(names, values, strict=True)))
+    for form in (*FORMATS[:-1], "mlx"):
+        try:
+            report = convert(tmp_path / "m", tmp_path / form, recipe, format=form, nonfinite="keep")
+        except CheckpointError:
+            continue
+        assert report.nonfinite == {"a.up_proj": 33} and "; 33 NaN or infinite)" in repr(report)
+        found = verify(tmp_path / form)
+        assert errors(report.findings) == errors(found.issues)  # for down_proj too, which is finite in the source
+        is_bad = bool(found.total.nan_scales or found.total.nan_codes)
+        assert is_bad == any(one.severity == "error" and "NaN" in one.text for one in report.findings)
+        for other in ("bf16", "modelopt", "compressed-tensors"):  # decoded, renamed, cast or quantized again
+            target, options = tmp_path / f"{form}-{other}", {"nonfinite": "keep", "requantize": True}
+            try:
+                again = convert(tmp_path / form, target, format=other, **options)  # type: ignore[arg-type]
+            except CheckpointError:
+                continue
+            assert errors(again.findings) == errors(verify(target).issues)
+            assert bool(again.nonfinite) >= is_bad

@@ -28,6 +28,7 @@ from fp4kit.checkpoint.verify.compare import compare_checkpoints
 from fp4kit.checkpoint.verify.verify import verify
 from fp4kit.cli import convert as cli_convert
 from fp4kit.cli import main
+from fp4kit.contract.engines import Serving, servings
 
 Run = Callable[..., processes.Run]
 
@@ -149,6 +150,56 @@ def test_convert_ends_with_a_summary(tmp_path: Path, run: Run) -> None:
     assert "recipe: that of the source, whose codes are kept" in again and "SQNR" not in again
     bf16 = run("convert", tmp_path / "out", tmp_path / "bf16", "--format", "bf16").out
     assert "recipe:" not in bf16 and "SQNR" not in bf16 and "next: fp4kit verify" in bf16
+
+
+SERVE = {
+    "transformers": 'python -c "from transformers import AutoModelForCausalLM',
+    "vLLM": "vllm serve ",
+    "SGLang": "python -m sglang.launch_server --model-path ",
+    "TensorRT-LLM": "trtllm-serve ",
+    "MLX": "mlx_lm.server --model ",
+}
+SERVED = {(row.engine, row.scheme): row for row in servings() if row.container and row.engine != "llama.cpp"}
+
+
+@pytest.mark.parametrize("row", SERVED.values(), ids=lambda row: f"{row.engine}-{row.scheme}")
+def test_the_command_to_serve_is_that_of_the_named_engine(row: Serving, tmp_path: Path, run: Run) -> None:
+    """No line warns of another engine."""
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+    tensors = {f"model.layers.0.mlp.{name}_proj.weight": np.ones((128, 128), np.float32) for name in ("gate", "up")}
+    synthetic.write_model(tmp_path / "m", config, tensors)
+    scale = ("--input-scale", 1) if row.input_scales == "static" else ()
+    command = ("convert", tmp_path / "m", tmp_path / "o", "--engine", row.engine, "--scheme", row.scheme, *scale)
+    found = [run(*command, "--dry-run").out, run(*command).out]
+    said = re.sub(r"\n +", " ", found[1])
+    assert f"\nserve: {SERVE[row.engine]}" in said
+    assert ("dequantize=True" in said) == (row.scheme == "fp8-channel-w8a16")
+    others = {*SERVE} - {row.engine}
+    assert not re.search(f"(warning|rejected by|note).*({'|'.join(others)})", "".join(found))
+
+
+def test_values_that_are_not_finite_are_counted(tmp_path: Path, run: Run) -> None:
+    """The exit code is 1 if scales became NaN; without --nonfinite, nothing is written."""
+    tensors, layer = synthetic.dense(tmp_path / "good"), "model.layers.1.mlp.up_proj"
+    tensors[f"{layer}.weight"][3, 5] = np.nan
+    synthetic.write_model(tmp_path / "m", json.loads((tmp_path / "good" / "config.json").read_text()), tensors)
+    assert run("convert", tmp_path / "m", tmp_path / "o").code == 2
+    kept = f"warning: {layer}: values of the source that are NaN or infinite, converted as they are: 1"
+    replaced = f"1 values were NaN or infinite and were replaced: {layer}"
+    for recipe, choice, code, line in (
+        ("nvfp4-modelopt", "keep", 1, kept),
+        ("nvfp4-te", "keep", 0, kept),
+        ("nvfp4-modelopt", "saturate", 0, replaced),
+    ):
+        out, command = tmp_path / f"{recipe}-{choice}", ("--recipe", recipe, "--nonfinite", choice)
+        found = run("convert", tmp_path / "m", out, *command)
+        said = re.sub(r"\n +", " ", found.out)
+        assert found.code == code and line in said and ("\nserve: " in said) == (code == 0)
+        assert (f"error: {layer}: block scales that are NaN or infinite: 1" in said) == bool(code)
+        assert run("convert", tmp_path / "m", tmp_path / f"{out}q", *command, "--quiet").code == code
+        body = json.loads(run("convert", tmp_path / "m", tmp_path / f"{out}j", *command, "--json").out)
+        assert body["nonfinite"] == [{"name": layer, "values": 1}] and body["replaced"] == (choice == "saturate")
+        assert len(body["errors"]) == code == run("verify", out, "--source", tmp_path / "m").code
 
 
 def test_convert_advises_to_keep_layers_that_lose_much(tmp_path: Path, run: Run) -> None:

@@ -18,7 +18,7 @@ from fp4kit.checkpoint.containers.config_entries import DOUBTFUL, check_declared
 from fp4kit.checkpoint.containers.configs import ALL_FORMATS, LOADED, MIXED, container_id, with_declaration
 from fp4kit.checkpoint.containers.table import INPUT_SCALE, Container
 from fp4kit.checkpoint.convert.run_jobs import identity
-from fp4kit.checkpoint.findings import findings_of_plan, lines_of
+from fp4kit.checkpoint.findings import asked, findings_of_plan, lines_of
 from fp4kit.checkpoint.loaders import exclusions
 from fp4kit.checkpoint.loaders.requirements import consequence
 from fp4kit.checkpoint.model import closed_world, transforms
@@ -437,5 +437,5 @@ def _completed(plan: Plan) -> Plan:
             )
     plan.warnings += (*searched, *_warnings(plan))
     plan.findings = tuple(issue for issue in findings_of_plan(plan) if issue.text not in plan.warnings)
-    plan.warnings += tuple(text for _, text in lines_of(plan.findings))
+    plan.warnings += tuple(text for _, text in lines_of(asked(plan, plan.findings)))
     return plan
