@@ -10,7 +10,9 @@ from __future__ import annotations
 import ctypes
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from functools import cache, partial
 from importlib.util import find_spec
 from typing import Any
@@ -25,6 +27,7 @@ from fp4kit.arrays.returns import TorchStream, cupy_stream
 from fp4kit.call.inputs import AbstractArray
 from fp4kit.quantized.container import Quantized
 from fp4kit.recipes.table import from_spec, to_spec
+from fp4kit.training.settings import naming
 from fp4kit.units import from_spec as unit_from_spec
 from fp4kit.units import to_spec as unit_to_spec
 
@@ -53,13 +56,26 @@ def traced(function: str, results: Shapes, **arguments: Any) -> list[JaxArray]:
     """Insert a call of fp4kit's `function` into a program that JAX traces, and return its traced results."""
     # The call runs on the GPU without copies if the arrays are there and CuPy is installed, otherwise on the host.
     arrays: list[JaxArray] = []
-    text = json.dumps([function, {name: _encoded(value, arrays) for name, value in arguments.items()}])
+    text = json.dumps([function, {name: _encoded(value, arrays) for name, value in arguments.items()}, _NAMES.get()])
     arrays = [jax.lax.stop_gradient(array) for array in arrays]
     host, device = partial(_on_host, text, list(results)), partial(_on_device, text, list(results))
     if "cupy" not in sys.modules and find_spec("cupy") is None:
         return host(*arrays)
     register("CUDA", run)
     return jax.lax.platform_dependent(*arrays, cuda=device, default=host)
+
+
+_NAMES: ContextVar[tuple[str, ...]] = ContextVar("names", default=())
+
+
+@contextmanager
+def naming_traced(parameter: str, group: Iterable[str]) -> Iterator[None]:
+    """Name the parameter, and the group that gives its tensor_amax, in errors of calls that are traced in ``with``."""
+    token = _NAMES.set(tuple(dict.fromkeys((parameter, *group))))
+    try:
+        yield
+    finally:
+        _NAMES.reset(token)
 
 
 def _on_host(text: str, results: list[Any], *arrays: JaxArray) -> list[JaxArray]:
@@ -75,11 +91,12 @@ def _on_device(text: str, results: list[Any], *arrays: JaxArray) -> list[JaxArra
 def run(text: str, *arrays: JaxArray) -> list[JaxArray]:
     """Run the call that a text describes on the given arrays, and return its results as a list."""
     imported = [a if type(a).__module__ == "cupy" else np.asarray(a) for a in arrays]
-    function, arguments = json.loads(text)
+    function, arguments, names = json.loads(text)
     keywords = {name: _decoded(value, imported) for name, value in arguments.items()}
     if getattr(keywords.get("seed"), "ndim", None) == 0:
         keywords["seed"] = int(keywords["seed"])
-    result = getattr(fp4kit, function)(**keywords)
+    with naming(names[0], dict.fromkeys(names, np.float32(np.nan))) if names else nullcontext():
+        result = getattr(fp4kit, function)(**keywords)
     if isinstance(result, Quantized):
         return [array for array in result.parts().values() if array is not None]
     return result if isinstance(result, list) else [result]

@@ -13,6 +13,7 @@ import jax
 from fp4kit.arguments import as_flag, is_one_of
 from fp4kit.contract.engines import Serving
 from fp4kit.contract.schema import ServedDtype
+from fp4kit.jax import calls
 from fp4kit.jax.functions import fake_quantize
 from fp4kit.qat import QatChoice, QatPlan, TrainedWeight, engine_of, make_plan, table_of
 from fp4kit.recipes import Recipe
@@ -90,11 +91,11 @@ class ServedParams:
         """Return the served values of one array, or the array itself if the plan leaves it unquantized."""
         if not row.quantized:
             return w
-        amax = None
-        if self.plan.shares:
-            amax = jax.numpy.stack([amaxes[name] for name in self._members[row.name]]).max(0)
+        amax, group = None, {name: amaxes[name] for name in self._members[row.name]} if self.plan.shares else {}
+        if group:
+            amax = jax.numpy.stack([*group.values()]).max(0)
             amax = jax.numpy.where(amax == 0, 1, amax)  # zeros have no usable scale; they stay zeros
-        with naming(row.name):
+        with calls.naming_traced(row.name, group), naming(row.name, group):
             values = fake_quantize(
                 w, self.plan.recipe_of(row), axis=row.axis, tensor_amax=amax, pass_through=self._pass_through
             )

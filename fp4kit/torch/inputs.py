@@ -23,6 +23,7 @@ from fp4kit.recipes.table import from_spec, to_spec
 from fp4kit.storage.files import listed
 from fp4kit.torch.functions import fake_quantize
 from fp4kit.torch.parameters import Renamed, largest, renaming_of
+from fp4kit.training.settings import naming
 
 _WRAPPERS = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
 _PRODUCTS = {
@@ -246,7 +247,8 @@ class InputHook:
         amax: Any = self.amax
         if amax is None and from_spec(self.recipe).tensor_scaling == "tensor":
             amax = largest(x, False)
-        values = fake_quantize(x.to_local(), self.recipe, tensor_amax=amax)
+        with naming("activations", {"the input of a layer": amax} if torch.is_tensor(amax) else None):
+            values = fake_quantize(x.to_local(), self.recipe, tensor_amax=amax)
         shape = {"shape": x.shape, "stride": x.stride()}
         return type(x).from_local(values, x.device_mesh, x.placements, run_check=False, **shape)
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import reduce
 from typing import Any
 
 import torch
@@ -251,7 +252,7 @@ class ServedWeight(FakeQuantizing):
         self._recipe, self._shares = to_spec(plan.recipe_of(weight)), plan.shares
         self._served_dtype = None if plan.served_dtype is None else getattr(torch, plan.served_dtype)
         # a list of tuples, so that PyTorch registers none of these modules as a child
-        self._group = [(one.module, one.leaf) for one in plan.members(weight)]
+        self._group = [(one.name, one.module, one.leaf) for one in plan.members(weight)]
 
     def extra_repr(self) -> str:
         """Return the text that print(model) shows: name, recipe, and the number of weights that share one amax."""
@@ -262,22 +263,23 @@ class ServedWeight(FakeQuantizing):
         if self.is_paused:
             return w
         w = self.with_adapter(w)
-        amax = self._amax(w) if self._shares else None
+        amaxes = self._amaxes(w) if self._shares else {}
         if not is_distributed(w):
-            return self._values(w, amax)
+            return self._values(w, amaxes)
         sharded: Any = w
-        values = self._values(sharded.to_local(), amax)
+        values = self._values(sharded.to_local(), amaxes)
         return type(sharded).from_local(
             values, sharded.device_mesh, sharded.placements, run_check=False, shape=w.shape, stride=w.stride()
         )
 
-    def _values(self, w: Tensor, amax: Tensor | None) -> Tensor:
+    def _values(self, w: Tensor, amaxes: dict[str, Tensor]) -> Tensor:
         """Return the served values of the plain tensor w."""
         if not w.numel():
             return w
         matrix = w.flatten(1) if self._kind == "convolution" else w
+        amax = reduce(torch.maximum, amaxes.values()) if amaxes else None
         given = None if amax is None else torch.where(amax == 0, 1, amax)  # zeros have no usable scale; they stay zeros
-        with naming(self.name):
+        with naming(self.name, amaxes):
             values = fake_quantize(
                 matrix, self._recipe, axis=self._axis, tensor_amax=given, pass_through=self.pass_through
             )
@@ -285,17 +287,17 @@ class ServedWeight(FakeQuantizing):
             values = _Rounded.apply(values, self._served_dtype)
         return values.view(w.shape)
 
-    def _amax(self, w: Tensor) -> Tensor:
-        """Return the largest |w| over w and the other weights of its group: float32 (), or (E,) for a stack of
+    def _amaxes(self, w: Tensor) -> dict[str, Tensor]:
+        """Return the largest magnitude of w and of each other weight of its group: float32 (), or (E,) for a stack of
         experts.
         """
         stack, is_cast = self._kind == "stack", self._dtype != w.dtype
-        found = largest(w, stack)
-        for module, leaf in self._group:
+        found = {self.name: largest(w, stack)}
+        for name, module, leaf in self._group:
             if not any(part is self for part in parts_of(module, leaf)):
                 with torch.no_grad():
                     other = largest(unquantized(module, leaf), stack)
-                found = torch.maximum(found, other.to(w.dtype).float() if is_cast else other)
+                found[name] = other.to(w.dtype).float() if is_cast else other
         return found
 
 

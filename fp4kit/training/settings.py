@@ -181,12 +181,21 @@ class FakeQuantSettings:
 
 
 @contextmanager
-def naming(parameter: str) -> Iterator[None]:
-    """Put the parameter's name in front of the message of every ValueError and TypeError raised inside ``with``."""
+def naming(parameter: str, amaxes: Mapping[str, Any] | None = None) -> Iterator[None]:
+    """Put the parameter's name in front of the message of every ValueError and TypeError raised inside ``with``.
+
+    amaxes: name -> amax of each parameter from which the tensor_amax was computed; an unknown amax is NaN. The message
+    then names those that hold NaN, because the user passed no tensor_amax.
+    """
     try:
         yield
     except (ValueError, TypeError) as error:
-        raise type(error)(f"{parameter}: {error}") from None
+        text = str(error)
+        op, holds, _ = text.partition(": tensor_amax holds ")
+        if holds and amaxes:
+            found = [name for name, amax in amaxes.items() if bool((amax != amax).any())]
+            text = f"{op}: {' or '.join(found)} holds NaN, so no tensor scale can be computed"
+        raise type(error)(f"{parameter}: {text}") from None
 
 
 def _word(env: Mapping[str, str], name: str) -> str:

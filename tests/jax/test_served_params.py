@@ -150,8 +150,10 @@ def test_nan_in_a_fused_weight_is_an_error():
     w = np.ones((16, 32), np.float32)
     params = fused(np.where(w.cumsum().reshape(w.shape) == 9, np.nan, w), w)
     served = fj.fake_quantize_model(params, "nvfp4-modelopt")
-    with pytest.raises(ValueError, match=r"gate_proj.weight: fake_quantize: tensor_amax holds 1 NaN value"):
+    with pytest.raises(ValueError, match=r"gate_proj.weight: fake_quantize: gate_proj.weight holds NaN, so no"):
         served(params)
+    with pytest.raises(jax.errors.JaxRuntimeError, match=r"gate_proj.weight or up_proj.weight holds NaN, so no"):
+        jax.block_until_ready(jax.jit(served)(params))
 
 
 def test_the_config_is_a_mapping():
