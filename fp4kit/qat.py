@@ -196,7 +196,7 @@ def make_plan(choice: QatChoice, weights: Sequence[TrainedWeight]) -> QatPlan:
         if any(row.name == "weight" for row in rows):  # only weights of named layers are selected by default
             way_out = "'weight' belongs to no named layer; pass include=('weight',)"
         elif any(row.reason.startswith("dtype ") for row in rows):
-            way_out = "convert the weights to float32, float16 or bfloat16"
+            way_out = "convert the weights, and inputs that activations quantizes, to float32, float16 or bfloat16"
         elif any("is not a multiple of" in row.reason for row in rows):
             way_out = "pad the weights, or use a recipe whose blocks fit"
         # Parameters that `parameters` does not match come last, because that reason is the least informative.

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import fp4kit
 
+if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
+    sys.exit("usage: recipe_header.py RECIPE, such as nvfp4-te; `fp4kit recipes` lists recipes")
 for name, value in fp4kit.engine_keys(sys.argv[1]).items():
     text = f'"{value}"' if isinstance(value, str) else f"{value!r}f" if isinstance(value, float) else value
     print(f"#define {name.upper()} {'INFINITY' if text == 'inff' else text}")

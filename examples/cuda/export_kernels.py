@@ -8,6 +8,8 @@ from pathlib import Path
 
 import fp4kit.cuda
 
+if len(sys.argv) != 3 or not Path(sys.argv[2]).is_dir():
+    sys.exit("usage: export_kernels.py ARCH FOLDER, such as sm_90 and an existing folder")
 arch, folder = sys.argv[1], Path(sys.argv[2])
 found = [
     fp4kit.cuda.source(operation, "nvfp4-te", "float32", arch, shape=(64, 256))

@@ -1,12 +1,17 @@
 """Quantize a CuPy array by launching fp4kit's kernels from this program, and compare the bits with fp4kit.quantize."""
 
+import sys
 import tempfile
 
-import cupy
 import numpy as np
 
 import fp4kit
 import fp4kit.cuda
+
+try:
+    import cupy
+except ImportError:
+    sys.exit("quantize_cupy.py: needs CuPy and a GPU")
 
 
 def load(kernel):

@@ -1,6 +1,7 @@
 """Make a PyTorch operator from fp4kit's kernels, without nvcc and CuPy: the CUDA driver loads and launches cubins."""
 
 import ctypes
+import sys
 from functools import cache
 
 import torch
@@ -66,6 +67,8 @@ def results(x):
 
 
 if __name__ == "__main__":
+    if len(sys.argv) > 1 or not torch.cuda.is_available():
+        sys.exit("usage: quantize_torch.py, without arguments; needs PyTorch with CUDA and a GPU")
     x = (torch.arange(1024 * 1024, device="cuda") * 37 % 101 - 50).reshape(1024, 1024).bfloat16()
     q = fp4kit.quantize(x.cpu(), RECIPE)
     for name, tensor in zip(("packed", "block_scale", "tensor_scale"), quantize(x), strict=True):

@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from fp4kit import formats
 from fp4kit.arguments import as_index, as_mapping, written
 from fp4kit.arrays.imports import import_to_host
 from fp4kit.formats import IF4_INTEGER_BIT, ElementFormat, IntegerOrFloat
@@ -343,11 +344,11 @@ def product(budget: ErrorBudget, *, ax: Any = None) -> Any:
     return ax
 
 
-def number_line(element: ElementFormat, x: Any = None, *, ax: Any = None) -> Any:
+def number_line(element: ElementFormat | str, x: Any = None, *, ax: Any = None) -> Any:
     """Draw the values of an element format on a line, with arrows from given numbers to their rounded values.
 
     Args:
-        element: the format, such as fp4kit.formats.E2M1.
+        element: the format, such as fp4kit.formats.E2M1, or its name in any case, such as "E2M1".
         x: numbers on the scale of the format, of any shape. Each gets a mark, and an arrow to the value to which
             element.encode rounds it. None draws the values alone.
         ax: the Axes to draw on; None makes a new figure.
@@ -359,8 +360,10 @@ def number_line(element: ElementFormat, x: Any = None, *, ax: Any = None) -> Any
         TypeError: element is no format, or IF4, whose codes have no values without a block scale.
         ValueError: x holds a NaN or an infinity, or element is MX4 and x has an odd length.
     """
+    named = {one.name: one for one in vars(formats).values() if isinstance(one, ElementFormat)}
+    element = named.get(element.upper(), element) if isinstance(element, str) else element
     if not isinstance(element, ElementFormat):
-        raise TypeError(f"plot.number_line: element is {element!r:.80}; needs a format such as fp4kit.formats.E2M1")
+        raise TypeError(f"plot.number_line: element is {element!r:.80}; needs a format, or one of {', '.join(named)}")
     if x is not None and not np.isfinite(_numbers("plot.number_line", "x", x)).all():
         raise ValueError("plot.number_line: x holds a NaN or an infinity; needs finite numbers")
     ax = axes(ax, 9, 2.2)

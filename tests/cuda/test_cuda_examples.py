@@ -134,3 +134,12 @@ def test_the_program_for_cupy(place, start, monkeypatch, libraries, capsys):
         flat = cupy.asarray(np.concatenate([np.zeros(start, np.float32), X.reshape(-1)]))
         found = module.quantize(flat[start:].reshape(X.shape))
         assert [a.get().tobytes() for a in found] == expected(X)
+
+
+@pytest.mark.parametrize(
+    "name", ["cuda/export_kernels", "cuda/quantize_torch", "cuda/quantize_cupy", "c_api/recipe_header"]
+)
+def test_help_ends_in_one_line(name):
+    command = [sys.executable, EXAMPLES.parent / f"{name}.py", "--help"]
+    lines = subprocess.run(command, check=False, stderr=subprocess.PIPE, text=True).stderr.splitlines()
+    assert len([line for line in lines if not line.startswith("Failed to load")]) <= 1, lines

@@ -14,6 +14,7 @@ from together import together
 
 import fp4kit
 import fp4kit.plot
+from fp4kit.formats import BNB_FP4, ELEMENT_FORMATS, MX4, NF4
 
 matplotlib.use("Agg")
 plt = pytest.importorskip("matplotlib.pyplot")
@@ -45,6 +46,11 @@ def test_number_line_has_every_value_and_rounds_as_encode_does():
     element = fp4kit.formats.E2M1
     ax = fp4kit.plot.number_line(element, [2.5, -0.3])
     assert list(ax.lines[0].get_xdata()) == list(np.unique(element.values))
+    for one in (*ELEMENT_FORMATS, NF4, BNB_FP4, MX4):
+        for name in (one.name, one.name.lower()):
+            drawn = fp4kit.plot.number_line(name).lines[0].get_xdata()
+            plt.close()
+            assert list(drawn) == list(np.unique(one.values[np.isfinite(one.values)]))
     arrows = [(note.xyann[0], note.xy[0]) for note in ax.texts]
     assert arrows == [(2.5, 2.0), (np.float32(-0.3), -0.5)]
 
@@ -355,7 +361,7 @@ WRONG = [
     (lambda: plot.block(ROW, "fp8-modelopt", 0), ValueError, "fp8-modelopt has no blocks"),
     (lambda: plot.block(ROW, [], 0), ValueError, "recipe is empty; needs a recipe id, or several"),
     (lambda: plot.number_line(fp4kit.formats.E2M1, [np.nan]), ValueError, "x holds a NaN or an infinity; needs finite"),
-    (lambda: plot.number_line("E2M1"), TypeError, "element is 'E2M1'; needs a format such as fp4kit.formats.E2M1"),
+    (lambda: plot.number_line("E9"), TypeError, "element is 'E9'; needs a format, or one of E2M1, E1M2"),
     (lambda: plot.layers({}), ValueError, "ratios is empty"),
     (lambda: plot.layers({"r": {"a": 1.0}, "s": {"b": 1.0}}), ValueError, "s and r have different layers; needs equal"),
     (lambda: plot.layers({"r": {"a": np.nan}}), ValueError, "the ratio of a is NaN; needs a number"),

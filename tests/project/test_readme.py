@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pytest
 from package_modules import MODULES
 from products import of_cards, of_tcgen05
@@ -256,3 +257,32 @@ def test_every_public_function_has_an_example():
 @pytest.mark.parametrize("module", EXAMPLES)
 def test_named_functions_have_an_example(module):
     assert {test.name.rpartition(".")[2] for test in examples(module)} >= set(EXAMPLES[module])
+
+
+def others_are_zero(y: np.ndarray) -> bool:
+    return bool(np.isposinf(y[0, 5]) and np.isfinite(y).sum() == y.size - 1 and np.count_nonzero(y[0, :32]) == 1)
+
+
+SPECIALS = {  # what docs/guides/train.md says of one NaN or infinity, the element [0, 5] -> a check of the values
+    "the largest value under the scale of its block": lambda y: (
+        np.isfinite(y).all() and y[0, 5] == abs(y[0, :16]).max()
+    ),
+    "all values are infinite or NaN": lambda y: not np.isfinite(y).any(),
+    "all values are finite": lambda y: np.isfinite(y).all(),
+    "all values are NaN": lambda y: np.isnan(y).all(),
+    "all values are 0": lambda y: not y.any(),
+    "its block of 32 is NaN": lambda y: np.isnan(y[0, :32]).all() and np.isnan(y).sum() == 32,
+    "it stays, alone": lambda y: np.isnan(y[0, 5]) and np.isnan(y).sum() == 1,
+    "it stays, and the rest of its block is 0": others_are_zero,
+}
+
+
+def test_the_table_of_nan_and_infinities() -> None:
+    rows = re.findall(r"^\| (`.*`) \| (.*) \| (.*) \| (all .*) \|$", (ROOT / "docs/guides/train.md").read_text(), re.M)
+    assert len(rows) == 6
+    for recipes, *texts in rows:
+        for recipe in re.findall("`(.*?)`", recipes):
+            for value, at, text in zip((np.nan, np.inf, np.nan), ((0, 5), (0, 5), ...), texts, strict=True):
+                x = np.random.default_rng(0).standard_normal((32, 64), np.float32)
+                x[at] = value
+                assert SPECIALS[text](fp4kit.fake_quantize(x, recipe)), (recipe, text)

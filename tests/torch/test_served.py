@@ -429,7 +429,10 @@ def test_wildcards():
     with pytest.raises(ValueError, match=r"'weight' belongs to no named layer; pass include=\('weight',\)"):
         ft.fake_quantize_model(torch.nn.Linear(32, 16), "nvfp4-te")
     for layer, way_out in (
-        (torch.nn.Linear(32, 16).double(), r"dtype float64\).*; convert the weights to float32"),
+        (
+            torch.nn.Linear(32, 16).double(),
+            r"dtype float64\).*; convert the weights, and inputs that activations quantizes, to float32",
+        ),
         (
             torch.nn.Linear(30, 16),
             r"K = 30 is not a multiple of 16\).*; pad the weights, or use a recipe whose blocks fit",
