@@ -34,8 +34,7 @@ _SERVE = {
     ENGINE: "llama-server -m {}",
     mlx.ENGINE: "mlx_lm.server --model {}",
 }
-_LOAD = 'python -c "from transformers import {0}{3}; {0}.from_pretrained({1!r}{2})"'
-_DEQUANTIZED = ", quantization_config=CompressedTensorsConfig(dequantize=True)"
+_LOAD = 'python -c "import transformers; transformers.{}.from_pretrained({!r}{})"'
 _MOST_KEPT = 3  # how many layers the advice about --keep names
 
 
@@ -91,14 +90,10 @@ def _engines(report: ConversionReport) -> tuple[str, ...]:
     return engines_that_load(plan.format_name, plan.source.config, report.findings)
 
 
-def _classes(config: Mapping[str, Any]) -> list[str]:
-    classes = config.get("architectures")
-    return [name for name in classes if isinstance(name, str)] if isinstance(classes, list) else []
-
-
 def _not_generative(config: Mapping[str, Any]) -> str:
     """Return the class of a model that does not generate text, such as "BertModel"; "" if the model does."""
-    names = _classes(config)
+    classes = config.get("architectures")
+    names = [name for name in classes if isinstance(name, str)] if isinstance(classes, list) else []
     generates = any(name.endswith(("ForCausalLM", "ForConditionalGeneration")) for name in names)
     return "" if generates else " or ".join(names) or "this model"
 
@@ -106,17 +101,15 @@ def _not_generative(config: Mapping[str, Any]) -> str:
 def serve_command(
     format_name: str, config: Mapping[str, Any], path: Path, engines: tuple[str, ...], row: Serving | None = None
 ) -> str:
-    """Return the command line that serves a model by the engine of ``row`` (None: by any), or that loads it in
-    Python; "" if no engine has a command.
-    """
+    """Return the command that serves a model, or loads it in Python, by the engine of ``row`` or any; "" for none."""
     if row is not None:
         engines = (row.engine,) if row.engine in engines or row.engine not in SERVING else ()
     if "transformers" in engines and (row is not None or _not_generative(config)):
-        loader = "AutoModelForCausalLM" if str(_classes(config)).endswith("ForCausalLM']") else "AutoModel"
+        loader = "AutoModelForCausalLM" if "ForCausalLM'" in str(config.get("architectures")) else "AutoModel"
         options = ", dtype='bfloat16'" * _decodes_to_bfloat16(format_name)
-        is_decoded = row is not None and row.route == "dequantize=True"
-        more = (_DEQUANTIZED, ", CompressedTensorsConfig") if is_decoded else ("", "")
-        return _LOAD.format(loader, str(path), options + more[0], more[1])
+        if row is not None and row.route == "dequantize=True":
+            options += f", quantization_config=transformers.CompressedTensorsConfig({row.route})"
+        return _LOAD.format(loader, str(path), options)
     quoted = shlex.quote(str(path))
     return next((_SERVE[engine].format(quoted) for engine in engines if engine in _SERVE), "")
 

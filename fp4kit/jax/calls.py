@@ -10,8 +10,8 @@ from __future__ import annotations
 import ctypes
 import json
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from contextvars import ContextVar
 from functools import cache, partial
 from importlib.util import find_spec
@@ -31,6 +31,8 @@ from fp4kit.training.settings import naming
 from fp4kit.units import from_spec as unit_from_spec
 from fp4kit.units import to_spec as unit_to_spec
 
+# the parameter that a call is about and those that give its tensor_amax, for errors of traced programs
+NAMES: ContextVar[tuple[str, ...]] = ContextVar("names", default=())
 JaxArray = Any
 Shapes = Sequence[jax.ShapeDtypeStruct]
 
@@ -56,26 +58,13 @@ def traced(function: str, results: Shapes, **arguments: Any) -> list[JaxArray]:
     """Insert a call of fp4kit's `function` into a program that JAX traces, and return its traced results."""
     # The call runs on the GPU without copies if the arrays are there and CuPy is installed, otherwise on the host.
     arrays: list[JaxArray] = []
-    text = json.dumps([function, {name: _encoded(value, arrays) for name, value in arguments.items()}, _NAMES.get()])
+    text = json.dumps([function, {name: _encoded(value, arrays) for name, value in arguments.items()}, NAMES.get()])
     arrays = [jax.lax.stop_gradient(array) for array in arrays]
     host, device = partial(_on_host, text, list(results)), partial(_on_device, text, list(results))
     if "cupy" not in sys.modules and find_spec("cupy") is None:
         return host(*arrays)
     register("CUDA", run)
     return jax.lax.platform_dependent(*arrays, cuda=device, default=host)
-
-
-_NAMES: ContextVar[tuple[str, ...]] = ContextVar("names", default=())
-
-
-@contextmanager
-def naming_traced(parameter: str, group: Iterable[str]) -> Iterator[None]:
-    """Name the parameter, and the group that gives its tensor_amax, in errors of calls that are traced in ``with``."""
-    token = _NAMES.set(tuple(dict.fromkeys((parameter, *group))))
-    try:
-        yield
-    finally:
-        _NAMES.reset(token)
 
 
 def _on_host(text: str, results: list[Any], *arrays: JaxArray) -> list[JaxArray]:

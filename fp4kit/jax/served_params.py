@@ -5,6 +5,7 @@ These served values are the ones that a loader decodes from the checkpoint that 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from contextvars import copy_context
 from functools import partial
 from typing import Any, Literal
 
@@ -13,7 +14,7 @@ import jax
 from fp4kit.arguments import as_flag, is_one_of
 from fp4kit.contract.engines import Serving
 from fp4kit.contract.schema import ServedDtype
-from fp4kit.jax import calls
+from fp4kit.jax.calls import NAMES
 from fp4kit.jax.functions import fake_quantize
 from fp4kit.qat import QatChoice, QatPlan, TrainedWeight, engine_of, make_plan, table_of
 from fp4kit.recipes import Recipe
@@ -95,10 +96,11 @@ class ServedParams:
         if group:
             amax = jax.numpy.stack([*group.values()]).max(0)
             amax = jax.numpy.where(amax == 0, 1, amax)  # zeros have no usable scale; they stay zeros
-        with calls.naming_traced(row.name, group), naming(row.name, group):
-            values = fake_quantize(
-                w, self.plan.recipe_of(row), axis=row.axis, tensor_amax=amax, pass_through=self._pass_through
-            )
+        options = {"axis": row.axis, "tensor_amax": amax, "pass_through": self._pass_through}
+        context = copy_context()
+        context.run(NAMES.set, tuple(dict.fromkeys((row.name, *group))))
+        with naming(row.name, group):
+            values = context.run(partial(fake_quantize, w, self.plan.recipe_of(row), **options))
         served = self.plan.served_dtype
         return values if served in (None, str(values.dtype)) else _rounded(values, served)
 

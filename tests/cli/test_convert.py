@@ -153,7 +153,7 @@ def test_convert_ends_with_a_summary(tmp_path: Path, run: Run) -> None:
 
 
 SERVE = {
-    "transformers": 'python -c "from transformers import AutoModelForCausalLM',
+    "transformers": 'python -c "import transformers; transformers.AutoModelForCausalLM.',
     "vLLM": "vllm serve ",
     "SGLang": "python -m sglang.launch_server --model-path ",
     "TensorRT-LLM": "trtllm-serve ",

@@ -144,7 +144,7 @@ def test_the_printed_command_loads_a_model_that_runs(target: Target, dtype: str,
     (tmp_path / "m" / "config.json").write_text(json.dumps(stated))
     report = convert(tmp_path / "m", tmp_path / "q", target[0], format=target[1])
     summary = summary_of(report)
-    model = eval(shlex.split(summary.serve)[-1].partition("; ")[2], {"AutoModel": transformers.AutoModel})
+    model = eval(shlex.split(summary.serve)[-1].partition("; ")[2], {"transformers": transformers})
     with torch.no_grad():
         assert model(TOKENS).last_hidden_state.isfinite().all()
     lines = "\n".join(lines_of(report, summary))

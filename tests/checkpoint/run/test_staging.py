@@ -17,12 +17,14 @@ from pathlib import Path
 from typing import Any
 
 import gguf_files
+import numpy as np
 import pytest
 import synthetic
 from exhaustive import by_default, every, every_row, exhaustive, half
 from kill_points import files_of
 from processes import RENAME, Run, content, in_this_process, signalled
 from runs import HERE, ModelConversion, environment, larger, running, until
+from safetensors.numpy import save_file
 from synthetic import refused
 
 from fp4kit.checkpoint import convert, reconcile, staging
@@ -531,3 +533,16 @@ def test_ctrl_c_while_workers_start(tmp_path: Path) -> None:
         _, errors = process.communicate(timeout=60)
         assert process.returncode == -signal.SIGINT and errors.count("KeyboardInterrupt") <= 1, errors
     model.resume()
+
+
+@pytest.mark.parametrize("event", [1, 2])
+def test_resumed_runs_still_report_nan(tmp_path: Path, called: Callable[..., Run], event: int) -> None:
+    """The journal has the counts. At event 2, the result has its final name."""
+    layer = "encoder.layer.0.intermediate.dense"
+    tensors = synthetic.bert(tmp_path / "m")
+    tensors[f"{layer}.weight"][3, 5] = np.nan
+    save_file(tensors, tmp_path / "m" / "model.safetensors")
+    options = ("--nonfinite", "keep", "--recipe", "nvfp4-modelopt", tmp_path / "m", tmp_path / "out")
+    assert signalled(tmp_path, event, signal.SIGKILL, "convert", *options, after=AFTER).code == -signal.SIGKILL
+    run = called("convert", "--resume", *options, "--json")
+    assert run.code == 1 and json.loads(run.out)["nonfinite"] == [{"name": layer, "values": 1}]
