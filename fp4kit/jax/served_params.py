@@ -96,11 +96,14 @@ class ServedParams:
         if group:
             amax = jax.numpy.stack([*group.values()]).max(0)
             amax = jax.numpy.where(amax == 0, 1, amax)  # zeros have no usable scale; they stay zeros
-        options = {"axis": row.axis, "tensor_amax": amax, "pass_through": self._pass_through}
         context = copy_context()
         context.run(NAMES.set, tuple(dict.fromkeys((row.name, *group))))
         with naming(row.name, group):
-            values = context.run(partial(fake_quantize, w, self.plan.recipe_of(row), **options))
+            values = context.run(
+                lambda: fake_quantize(
+                    w, self.plan.recipe_of(row), axis=row.axis, tensor_amax=amax, pass_through=self._pass_through
+                )
+            )
         served = self.plan.served_dtype
         return values if served in (None, str(values.dtype)) else _rounded(values, served)
 
