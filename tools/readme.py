@@ -37,7 +37,8 @@ from fp4kit.recipes.schema import PRODUCERS
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = (
     "benchmarks",
-    "checkpoints",
+    "checkpoint-engines",
+    "checkpoint-layers",
     "checks",
     "command-line",
     "index",

@@ -292,7 +292,7 @@ def test_the_table_of_types_is_that_of_the_gguf_package() -> None:
 
 
 def test_the_documentation_names_the_architectures() -> None:
-    text = (Path(__file__).resolve().parents[2] / "docs" / "checkpoints.md").read_text(encoding="utf-8")
+    text = (Path(__file__).resolve().parents[2] / "docs" / "checkpoint-files.md").read_text(encoding="utf-8")
     named = re.search(r"The model's architecture is (.*?)\. llama\.cpp ignores", text, re.DOTALL)
     assert named is not None and set(named[1].replace(",", " ").split()) - {"or"} == SCALING
 

@@ -146,7 +146,7 @@ def test_family_of(config: dict[str, object], family: str) -> None:
 
 
 def test_the_table_of_the_documentation() -> None:
-    page = Path(__file__).parents[3] / "docs" / "checkpoints.md"
+    page = Path(__file__).parents[3] / "docs" / "checkpoint-engines.md"
     text = page.read_text().partition("<!-- generated: loaders -->\n")[2].partition("<!-- end -->")[0].strip()
     head, rule, *rest = text.splitlines()
     rows, notes = rest[: rest.index("")], rest[rest.index("") + 1 :]
