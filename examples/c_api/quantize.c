@@ -17,6 +17,7 @@ enum { ROWS = 4, COLUMNS = 64, CODES = COLUMNS * CODE_BITS / 8, TENSORS = TENSOR
 static signed char reciprocals[1 << 23];
 
 int main(void) {
+  if (fp4kit_api_version() != FP4KIT_API_VERSION) return 4;  // the library is from another version than the header
   float x[ROWS * COLUMNS], values[ROWS * COLUMNS], tensor_scale[TENSORS], tensor_amax[TENSORS], tensor[3 * TENSORS];
   uint8_t packed[ROWS * CODES], scales[ROWS * COLUMNS / BLOCK];
   for (int i = 0; i < ROWS * COLUMNS; ++i) x[i] = (float)(i * 37 % 101 - 50) / 16;
@@ -28,7 +29,7 @@ int main(void) {
   fp4kit_set_reciprocals(reciprocals);
 
   fp4kit_encode_call encode = {0};
-  encode.x = (fp4kit_matrix){NULL, ROWS, COLUMNS, COLUMNS, 1, -1};
+  encode.x = (fp4kit_matrix){NULL, ROWS, COLUMNS, COLUMNS, 1, 0};
   encode.tensor_step = TENSOR_STEP;
   encode.min_factor = MIN_FACTOR, encode.max_factor = MAX_FACTOR;
   encode.packed_step = CODES, encode.scales_step = COLUMNS / BLOCK;
@@ -43,11 +44,14 @@ int main(void) {
   decode.packed_step = CODES, decode.scales_step = COLUMNS / BLOCK, decode.out_step = COLUMNS;
   decode.tile_rows = 16, decode.tile_columns = 2048;
   decode.decoder = fp4kit_decoder(DECODER), decode.output = FP4KIT_FLOAT32, decode.block = BLOCK;
-  if (encode.element < 0 || decode.decoder < 0) return 2;  // not compiled
+  // A negative index other than FP4KIT_NO_RULE: recipe.h is from another version of fp4kit than the library.
+  if (encode.block_rule < FP4KIT_NO_RULE || tensor_rule < FP4KIT_NO_RULE || encode.element < 0 || decode.decoder < 0)
+    return FP4KIT_WRONG_INDEX;
 
-  if (fp4kit_quantize(&encode, x, NULL, packed, scales, tensor_scale, tensor_amax, tensor_rule, 1)) return 1;
-  fp4kit_tensor_scales(tensor_rule, FP4KIT_FLOAT32, tensor_amax, TENSORS, tensor);
-  if (fp4kit_dequantize(&decode, packed, scales, tensor, values, 1)) return 1;
+  int32_t status = fp4kit_quantize(&encode, x, NULL, packed, scales, tensor_scale, tensor_amax, tensor_rule, 1);
+  if (!status) status = fp4kit_tensor_scales(tensor_rule, FP4KIT_FLOAT32, tensor_amax, TENSORS, tensor);
+  if (!status) status = fp4kit_dequantize(&decode, packed, scales, tensor, values, 1);
+  if (status) return status;  // FP4KIT_NO_RESULT and so on
 
   for (size_t i = 0; i < sizeof packed; ++i) printf("%02x", packed[i]);
   printf("\n");

@@ -34,9 +34,11 @@ class EncodeCall(ctypes.Structure):
 
 rows, columns, keys = 4, 64, fp4kit.engine_keys("nvfp4-te")
 engine = ctypes.CDLL(fp4kit.get_library())
+if engine.fp4kit_api_version() != 2:
+    raise SystemExit("this program needs version 2 of the C API")
 index = {name: getattr(engine, f"fp4kit_{name}")(str(keys[name]).encode()) for name in ("block_rule", "element")}
 call = EncodeCall(
-    x=Matrix(None, rows, columns, columns, 1, -1),
+    x=Matrix(None, rows, columns, columns, 1),
     packed_step=columns // 2,
     scales_step=columns // keys["block"],
     tile_rows=16,
@@ -47,6 +49,8 @@ call = EncodeCall(
 x = (c_float * (rows * columns))(*((i * 37 % 101 - 50) / 16 for i in range(rows * columns)))
 packed, scales = (ctypes.c_uint8 * (rows * columns // 2))(), (ctypes.c_uint8 * (rows * columns // keys["block"]))()
 rule = engine.fp4kit_tensor_rule(str(keys["tensor_rule"]).encode())
+if min(rule, *index.values()) < -1:
+    raise SystemExit("the library does not know a key")
 pointers = [ctypes.byref(array) for array in (packed, scales)]
 status = engine.fp4kit_quantize(ctypes.byref(call), ctypes.byref(x), None, *pointers, None, None, rule, 1)
 print(status, bytes(packed).hex(), bytes(scales).hex(), sep="\n")

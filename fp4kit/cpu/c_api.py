@@ -92,11 +92,7 @@ def engine_keys(recipe: str | Recipe, dtype: str = "float32") -> dict[str, str |
     if r.is_custom or r.search or r.fake_only or r.tensor_scaling == "block" or not_encoded(r):
         raise ValueError(f"engine_keys: the C API cannot compute {r.id}; use fp4kit.quantize")
     rules = (rule_key(r) or "", tensor_key(r) or "", element_key(r), decode_key(decoding(r, x_dtype)))
-    block = (
-        r.element.packing.stored_bits,
-        r.block_size if r.block else SEGMENT,
-        r.block_rows,
-        int(r.tensor_scaling == "row"),
-    )
+    columns = r.block_size if r.block else SEGMENT
+    block = r.element.packing.stored_bits, columns, r.block_rows, int(r.tensor_scaling == "row")
     names = "block_rule tensor_rule element decoder code_bits block block_rows tensor_step min_factor max_factor"
     return dict(zip(names.split(), (*rules, *block, *kept_factors(r, x_dtype)), strict=True))

@@ -229,7 +229,8 @@ def quantize(call: Call, x: Any, given: Any, both: bool = False) -> PreparedCall
     (prototype, tensor_rule), access = matrix_call, access_to(x)
     new = {name: access.maker(*spec, False) for name, spec in specs.items()}
     fields = dict.fromkeys(PARTS) | call.result_fields()
-    library, size, address, has_tensor = functions().fp4kit_quantize, call.x.size, access.address, tensor_rule >= 0
+    library, size, address = functions().fp4kit_quantize_matrix, call.x.size, access.address
+    has_tensor = tensor_rule >= 0
 
     def run(x: Any, given: Any, out: Quantized | None) -> Quantized | None:
         amax = None if given is None else access.amax_pointer(given)

@@ -163,7 +163,7 @@ _UNUSED = 0x7FFFFFFF  # a bound above every key
 class Tables(NamedTuple):
     """The tables of a recipe: the struct for the library, and the arrays to which the struct points.
 
-    element: the index of the compiled element arithmetic that is used instead of tables, because it is faster; 0 if
+    element: the index of the compiled element arithmetic that is used instead of tables, because it is faster; 1 if
         there is none.
     """
 
@@ -183,7 +183,7 @@ def tables_of(r: Recipe) -> Tables:
     element = -1 if isinstance(r.element, Codebook) else functions().fp4kit_element(element_key(r).encode())
     struct = OwnFormat(*addresses, float(r.element.amax_target), element < 0, size == 16, r.scale is not None)
     struct.has_pairs = isinstance(r.element, PairedMicroexponents)
-    return Tables(struct, tuple(arrays), max(element, 0))
+    return Tables(struct, tuple(arrays), max(element, 1))
 
 
 def _element_pieces(r: Recipe, size: int) -> tuple[np.ndarray, np.ndarray]:
@@ -264,7 +264,7 @@ class Kernels(NamedTuple):
     element: index of the compiled element arithmetic.
     block, block_rows: the columns and rows of a block; 32 and 1 for a recipe without blocks.
     kept: for each input dtype, the smallest and the largest factor that the library may use (kept_factors).
-    own: the tables of a recipe with amax rules (those of custom_recipe), for which block_rule is 0 or -1; None for
+    own: the tables of a recipe with amax rules (those of custom_recipe), for which block_rule is 1 or -1; None for
         other recipes.
     """
 
@@ -285,11 +285,11 @@ def kernels_of(r: Recipe) -> Kernels:
     block = r.block_size if r.block else SEGMENT
     if r.is_custom:
         no_limits, own = ((0.0, math.inf),) * len(INPUTS), tables_of(r)
-        return Kernels(-1 if r.block_rule is None else 0, own.element, block, r.block_rows, no_limits, own)
+        return Kernels(-1 if r.block_rule is None else 1, own.element, block, r.block_rows, no_limits, own)
     key = rule_key(r)
     block_rule = -1 if key is None else found.fp4kit_block_rule(key.encode())
     is_whole = r.block_rule is not None and rules.BLOCK_RULES[r.block_rule].whole
-    element = 0 if is_whole else found.fp4kit_element(element_key(r).encode())
+    element = 1 if is_whole else found.fp4kit_element(element_key(r).encode())
     if element < 0 or (key is not None and block_rule < 0):
         raise Declined(f"the CPU engine has no compiled rules for {r.id}")
     return Kernels(block_rule, element, block, r.block_rows, tuple(kept_factors(r, dtype) for dtype in INPUTS))
@@ -365,7 +365,7 @@ class Tiles(NamedTuple):
 def source(x: np.ndarray, hadamard: int | None = None) -> library.SourceMatrix:
     """Return the SourceMatrix that describes a matrix to the library: its address, shape and strides in elements."""
     steps = (step // x.itemsize for step in x.strides)
-    return library.SourceMatrix(address(x), *x.shape, *steps, -1 if hadamard is None else hadamard)
+    return library.SourceMatrix(address(x), *x.shape, *steps, 0 if hadamard is None else 1 + hadamard)
 
 
 def slab_call(

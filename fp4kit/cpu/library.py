@@ -55,8 +55,8 @@ def _fields(text: str) -> list[tuple[str, Any]]:
 class SourceMatrix(ctypes.Structure):
     """The address, shape and strides of a matrix in memory. It mirrors the C++ struct Source of source/input_types.h.
 
-    Strides (row_step, column_step) are in elements. hadamard is the sign mask of a Hadamard transform that the library
-    applies while it reads, or -1 for no transform.
+    Strides (row_step, column_step) are in elements. hadamard is 1 + the sign mask of a Hadamard transform that the
+    library applies while it reads, or 0 for no transform.
     """
 
     _fields_ = _fields("pointer data; int64 rows columns row_step column_step hadamard")
@@ -223,14 +223,11 @@ def _load(level: str) -> Any:
     if functions.fp4kit_digest().decode() != digest():
         raise OSError("it was compiled from other sources; install fp4kit again")
     for name, result, arguments in (
-        ("block_rule", c_int, [c_char_p]),
-        ("element", c_int, [c_char_p]),
-        ("tensor_rule", c_int, [c_char_p]),
+        *((name, c_int, [c_char_p]) for name in ("block_rule", "element", "tensor_rule", "decoder")),
         ("set_reciprocals", None, [c_void_p]),
         ("encode", None, [POINTER(EncodeCall)]),
         ("amax", c_uint32, [POINTER(AmaxCall)]),
-        ("decoder", c_int, [c_char_p]),
-        ("quantize", c_int32, [POINTER(EncodeCall), *[c_void_p] * 6, c_int32, c_int32]),
+        ("quantize_matrix", c_int32, [POINTER(EncodeCall), *[c_void_p] * 6, c_int32, c_int32]),
         ("fake_quantize", c_int32, [POINTER(EncodeCall), POINTER(DecodeCall), *[c_void_p] * 4, c_int32, c_int32]),
         ("group", None, [c_void_p, c_int64, c_void_p, c_int32]),
         ("decode", None, [POINTER(DecodeCall)]),

@@ -52,7 +52,8 @@ EXPORTED(reciprocals_at) void* reciprocals_at() {
   return reciprocals;
 }
 
-// Return the index of the entry whose key is in `key`, or -1 if no entry has it. See cpu/codec.py for the keys.
+// Return the index of the entry whose key is in `key`, or a negative number if no entry has it. See cpu/codec.py for
+// the keys.
 EXPORTED(block_rule) i32 block_rule() {
   return kBlockRules.index_of(key);
 }
@@ -112,7 +113,7 @@ i32 explore(i32 rule, i32 tensors, i32 arithmetic, i32 decode, i32 input, i32 bl
   const i64 count = i64{rows} * columns, blocks = (columns + block - 1) / block;
   u8 needs_fallback[1] = {};
   EncodeCall call{};
-  call.x = {elements, rows, columns, columns, 1, -1};
+  call.x = {elements, rows, columns, columns, 1, 0};
   call.min_factor = min_factor;
   call.max_factor = max_factor;
   call.packed = packed;

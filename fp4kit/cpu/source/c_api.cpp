@@ -39,18 +39,23 @@ FP4KIT_EXPORT const char* fp4kit_level() {
 #endif
 }
 
-// Return the index of the block rule with this key in the table kBlockRules, or -1 if no entry has this key.
+// Return the version of fp4kit.h: its FP4KIT_API_VERSION.
+FP4KIT_EXPORT i32 fp4kit_api_version() {
+  return 2;
+}
+
+// Return the index of the block rule with this key in the table kBlockRules. Return -1 if the key is "", which stands
+// for a recipe without this rule, or -2 if no entry has the key. This holds for the other functions of keys, too.
 FP4KIT_EXPORT int fp4kit_block_rule(const char* key) {
   return kBlockRules.index_of(key);
 }
 
-// Return the index of the tensor rule with this key in the table kTensorRules, or -1 if no entry has this key.
+// Return the index of the tensor rule with this key in the table kTensorRules.
 FP4KIT_EXPORT int fp4kit_tensor_rule(const char* key) {
   return kTensorRules.index_of(key);
 }
 
-// Return the index of the element arithmetic (how elements become codes) with this key in the table kElements, or -1 if
-// no entry has this key.
+// Return the index of the element arithmetic (how elements become codes) with this key in the table kElements.
 FP4KIT_EXPORT int fp4kit_element(const char* key) {
   return kElements.index_of(key);
 }
@@ -70,13 +75,10 @@ namespace {
 // Encode all tiles of a call: store codes and block scales. For each tile, set call.needs_fallback to 1 if the tile
 // needs the fallback, otherwise to 0. `known`: block amaxes that an earlier pass has found, or {} if there was none.
 void encode_tiles(const EncodeCall& call, KnownAmaxes known) {
-  const Tiles tiles{call.x.rows, call.x.columns, call.tile_rows, call.tile_columns};
   Multipliers memory;
   const Multipliers* multipliers = multipliers_of_call(call, memory);
-  with_input_type(call.input, [&](auto in) {
-    const Encoder<decltype(in)> encoder{call, known, multipliers};
-    auto work = [&](i64 index) { call.needs_fallback[index] = !encoder.encode_tile(tiles.tile(index)); };
-    run_tiles(tiles.count(), call.threads, work);
+  for_each_tile(call, [&](auto in, const Rectangle& tile, i64 index) {
+    call.needs_fallback[index] = !Encoder<decltype(in)>{call, known, multipliers}.encode_tile(tile);
   });
 }
 
@@ -87,6 +89,65 @@ EncodeCall call_at(const EncodeCall& prototype, const void* x, i32 threads) {
   call.x.data = x;
   call.threads = threads;
   return call;
+}
+
+// What the functions of fp4kit.h return. That header says what the numbers mean.
+enum Status : i32 { kDone, kNoResult, kWrongIndex, kWrongField, kNullPointer };
+
+// Return 0 if n can be a number of rows or columns, 1 to 2^31. The product of two such numbers does not overflow.
+u64 is_no_size(i64 n) {
+  return (static_cast<u64>(n) - 1) >> 31;
+}
+
+// Return kDone if fp4kit_quantize can take these arguments, otherwise what is wrong. Loops do not check sizes, so a
+// wrong one would read or write outside of the arrays.
+[[gnu::noinline]] Status status_of(const EncodeCall* c, const void* x, const u8* packed, const u8* scales, i32 rule) {
+  if (!c || !x || !packed) return kNullPointer;
+  if (!kElements.has(c->element) || !kBlockRules.has(c->block_rule, -1) || !kTensorRules.has(rule, -1) ||
+      static_cast<u32>(c->input) >= kInputs)
+    return kWrongIndex;
+  const BlockRuleEntry none{}, &entry = c->block_rule < 0 ? none : kBlockRules[c->block_rule];
+  const WholeRule* whole = entry.whole;
+  const bool is_nibble = whole ? whole->is_nibble : kElements[c->element].is_nibble, is_blockwise = c->block_rule > 0;
+  const i64 columns = c->x.columns, block = c->block, rows = c->block_rows;
+  const i64 unit = is_blockwise ? block : (c->x.hadamard ? 16 : 1 + is_nibble);
+  // First the fields that stay 0, then sizes, before they divide others.
+  const bool is_wrong = c->encode || c->decode || c->amax || c->block_amax || c->factors || c->block_step ||
+                        c->random || c->random_step || c->seed || c->stream_first || c->stream_stride || c->packed ||
+                        c->scales || c->needs_fallback || c->threads || is_no_size(c->x.rows) || is_no_size(columns) ||
+                        is_no_size(c->tile_rows) || is_no_size(c->tile_columns) || is_no_size(block) ||
+                        is_no_size(rows) || block > kPanelColumns || (block != 16 && block % 32) ||
+                        (entry.choose && (block != kBlockColumns || rows > kMaxBlockRows)) ||
+                        (whole && (block != kHif4Block || rows != 1)) || columns % unit || c->tile_rows % rows ||
+                        c->tile_columns % maximum<i64>(block, 32) || (c->x.rows > 1 && !c->x.row_step) ||
+                        (columns > 1 && !c->x.column_step) || static_cast<u64>(c->x.hadamard) > 1 << 16 ||
+                        static_cast<u64>(c->tensor_step) > 1 || !(c->max_factor > 0) ||
+                        !(fabsf(c->min_factor) <= c->max_factor) || c->packed_step < columns >> is_nibble ||
+                        (is_blockwise && scales && c->scales_step < columns / block * (whole ? whole->scale_bytes : 1));
+  return is_wrong ? kWrongField : kDone;
+}
+
+// Return kDone if fp4kit_dequantize can take these arguments, otherwise what is wrong.
+[[gnu::noinline]] Status status_of(const DecodeCall* c, const u8* packed, const u8* scales, const float* tensor,
+                                   const void* out) {
+  if (!c || !packed || !tensor || !out) return kNullPointer;
+  if (!kDecoders.has(c->decoder) || static_cast<u32>(c->output) >= kInputs) return kWrongIndex;
+  const DecoderEntry& entry = kDecoders[c->decoder];
+  const auto [encode, decode, amax, row_step, block_step] = c->tensors;
+  // decode_levels_row, which has no tables of values, takes 16 columns at a time.
+  const i64 columns = c->columns, block = c->block,
+            unit = entry.is_nibble ? (entry.has_scales && !entry.fill_tables[0] ? 16 : 2) : 1;
+  if (entry.has_scales && !scales) return kNullPointer;
+  const bool is_wrong =
+      c->packed || c->scales || encode || decode || amax || c->out || c->needs_fallback || c->threads ||
+      is_no_size(c->rows) || is_no_size(columns) || is_no_size(c->tile_rows) || is_no_size(c->tile_columns) ||
+      is_no_size(block) || (entry.scale_bytes > 1 && block != kHif4Block) || (entry.is_nibble && columns % 2) ||
+      ((entry.has_scales || block < columns) && block % unit) ||
+      (c->tile_columns < columns && c->tile_columns % block) ||
+      (entry.has_scales && (columns % block || c->scales_step < columns / block * entry.scale_bytes)) ||
+      (block_step ? block_step != 1 || row_step != columns / block : static_cast<u64>(row_step) > 1) ||
+      c->packed_step < columns >> entry.is_nibble || c->out_step < columns;
+  return is_wrong ? kWrongField : kDone;
 }
 
 // Copy numbers to `out`, unless it is nullptr.
@@ -106,26 +167,24 @@ FP4KIT_EXPORT void fp4kit_encode(const EncodeCall* call) {
 
 // Encode a matrix by the tables of a user-defined format (OwnFormat). Store codes and block scales. For each tile, set
 // needs_fallback to 1 if the specification has to compute the tile, otherwise to 0. The field block_rule of the call
-// says only whether scales are computed (0) or not (-1).
+// says only whether scales are computed (1) or not (-1).
 FP4KIT_EXPORT void fp4kit_encode_own(const EncodeCall* call, const OwnFormat* own) {
-  const Tiles tiles{call->x.rows, call->x.columns, call->tile_rows, call->tile_columns};
-  with_input_type(call->input, [&](auto in) {
-    const OwnEncoder<decltype(in)> encoder{*call, *own};
-    auto work = [&](i64 index) { call->needs_fallback[index] = !encoder.encode_tile(tiles.tile(index)); };
-    run_tiles(tiles.count(), call->threads, work);
+  for_each_tile(*call, [&](auto in, const Rectangle& tile, i64 index) {
+    call->needs_fallback[index] = !OwnEncoder<decltype(in)>{*call, *own}.encode_tile(tile);
   });
 }
 
 // Quantize the matrix at x: find its tensor scales, and store its codes in `packed` and its block scales in `scales`.
-// Return 0 on success. Return 1 if the matrix needs the fallback; the outputs are then not valid.
+// Return 0 on success. Return 1 if the matrix needs the fallback; the outputs are then not valid. No argument is
+// checked.
 //   prototype     the other arguments of the call that encodes
 //   given         tensor amaxes, or nullptr to compute them from the elements
 //   scales        nullptr if the block scales are not wanted
 //   decode, amax  outputs: the decode scales and amaxes of the tensor; nullptr if they are not wanted
 //   tensor_rule   index in kTensorRules; -1 for a recipe without tensor scales
 //   threads       largest number of threads to use
-FP4KIT_EXPORT i32 fp4kit_quantize(const EncodeCall* prototype, const void* x, const float* given, u8* packed,
-                                  u8* scales, float* decode, float* amax, i32 tensor_rule, i32 threads) {
+FP4KIT_EXPORT i32 fp4kit_quantize_matrix(const EncodeCall* prototype, const void* x, const float* given, u8* packed,
+                                         u8* scales, float* decode, float* amax, i32 tensor_rule, i32 threads) {
   EncodeCall call = call_at(*prototype, x, threads);
   FoundScales found(call);
   if (!find_tensor_scales(call, tensor_rule, given, found)) return 1;
@@ -141,14 +200,29 @@ FP4KIT_EXPORT i32 fp4kit_quantize(const EncodeCall* prototype, const void* x, co
   return any_marked(needs_fallback) || lacks_reciprocals;
 }
 
+// Quantize as fp4kit_quantize_matrix does, for C programs. Return another Status than 0 and 1, and write nothing, if an
+// argument is wrong. Python calls the function above, because it may pass steps of 0, which are wrong here.
+FP4KIT_EXPORT i32 fp4kit_quantize(const EncodeCall* prototype, const void* x, const float* given, u8* packed,
+                                  u8* scales, float* decode, float* amax, i32 tensor_rule, i32 threads) {
+  if (const i32 status = status_of(prototype, x, packed, scales, tensor_rule)) return status;
+  return fp4kit_quantize_matrix(prototype, x, given, packed, scales, decode, amax, tensor_rule, threads);
+}
+
 // Store what fp4kit_dequantize takes as `tensor`: the encode scales of `count` tensor amaxes, then their decode scales,
-// then the amaxes. They are all 1 if tensor_rule is -1.
-FP4KIT_EXPORT void fp4kit_tensor_scales(i32 tensor_rule, i32 input, const float* amax, i64 count, float* tensor) {
+// then the amaxes. They are all 1 if tensor_rule is -1. Return 0 on success. Return 1 if an amax is NaN, infinite or
+// negative, or another Status if an argument is wrong; nothing is then stored.
+FP4KIT_EXPORT i32 fp4kit_tensor_scales(i32 tensor_rule, i32 input, const float* amax, i64 count, float* tensor) {
+  if (!kTensorRules.has(tensor_rule, -1) || static_cast<u32>(input) >= kInputs) return kWrongIndex;
+  if (!tensor || (!amax && tensor_rule > 0)) return kNullPointer;
+  if (is_no_size(count)) return kWrongField;
+  for (i64 i = 0; tensor_rule > 0 && i < count; ++i)
+    if (bits_of(amax[i]) >= kInfinityBits) return kNoResult;
   for (i64 i = 0; i < count; ++i) {
     const TensorScale scale =
         tensor_rule < 0 ? TensorScale{1.0f, 1.0f, 1.0f} : kTensorRules[tensor_rule].scale[input](amax[i]);
     tensor[i] = scale.encode, tensor[count + i] = scale.decode, tensor[2 * count + i] = scale.amax;
   }
+  return lacks_reciprocals;
 }
 
 // Fake-quantize the matrix at x (encode and decode it again), and store the values in `out`. Return 0 on success.
@@ -171,17 +245,12 @@ FP4KIT_EXPORT i32 fp4kit_fake_quantize(const EncodeCall* prototype, const Decode
   target.out = out;
   DecodeTables memory;
   const DecodeTables* tables = tables_of_call(target, true, memory);
-  const Tiles tiles{call.x.rows, call.x.columns, call.tile_rows, call.tile_columns};
   const KnownAmaxes known = found.known(call);
   Multipliers multipliers_memory;
   const Multipliers* multipliers = multipliers_of_call(call, multipliers_memory);
   std::atomic<bool> is_done{true};
-  with_input_type(call.input, [&](auto in) {
-    auto work = [&](i64 index) {
-      if (!fake_quantize_tile<decltype(in)>(call, target, tiles.tile(index), tables, known, multipliers))
-        is_done = false;
-    };
-    run_tiles(tiles.count(), threads, work);
+  for_each_tile(call, [&](auto in, const Rectangle& tile, i64) {
+    if (!fake_quantize_tile<decltype(in)>(call, target, tile, tables, known, multipliers)) is_done = false;
   });
   return !is_done;
 }
@@ -211,8 +280,8 @@ FP4KIT_EXPORT void fp4kit_group(const GroupedMatrix* matrices, i64 count, u8* ne
     const auto compute = [&] {
       if (m.values) return fp4kit_fake_quantize(m.prototype, m.values, m.x, m.given, m.out, m.amax, rule, inner);
       if (m.out)
-        return fp4kit_quantize(m.prototype, m.x, m.given, static_cast<u8*>(m.out), m.scales, m.decode, m.amax, rule,
-                               inner);
+        return fp4kit_quantize_matrix(m.prototype, m.x, m.given, static_cast<u8*>(m.out), m.scales, m.decode, m.amax,
+                                      rule, inner);
       EncodeCall call = call_at(*m.prototype, m.x, inner);
       call.block_rule = -1;  // so that no block amaxes are kept
       FoundScales found(call);
@@ -225,7 +294,7 @@ FP4KIT_EXPORT void fp4kit_group(const GroupedMatrix* matrices, i64 count, u8* ne
   run_tiles(count, count > 1 ? threads : 1, work);
 }
 
-// Return the index of the decoder with this key in the table kDecoders, or -1 if no entry has this key.
+// Return the index of the decoder with this key in the table kDecoders.
 FP4KIT_EXPORT int fp4kit_decoder(const char* key) {
   return kDecoders.index_of(key);
 }
@@ -253,7 +322,7 @@ FP4KIT_EXPORT void fp4kit_decode_own(const DecodeCall* call, const OwnFormat* ow
 }
 
 // Dequantize a matrix: decode its codes and store the values in `out`. Return 0 on success. Return 1 if any tile needs
-// the fallback; `out` is then not valid.
+// the fallback; `out` is then not valid. Return another Status, and write nothing, if an argument is wrong.
 //   prototype  the other arguments of the call that decodes
 //   packed     the codes
 //   scales     the scale codes; nullptr for a recipe without block scales
@@ -261,9 +330,10 @@ FP4KIT_EXPORT void fp4kit_decode_own(const DecodeCall* call, const OwnFormat* ow
 //   threads    largest number of threads to use
 FP4KIT_EXPORT i32 fp4kit_dequantize(const DecodeCall* prototype, const u8* packed, const u8* scales,
                                     const float* tensor, void* out, i32 threads) {
+  if (const i32 status = status_of(prototype, packed, scales, tensor, out)) return status;
   DecodeCall call = *prototype;
   call.packed = packed;
-  call.scales = scales;
+  call.scales = kDecoders[call.decoder].has_scales ? scales : nullptr;
   const i64 count = call.tensors.row_step ? call.rows * call.tensors.row_step : 1;
   call.tensors = {tensor, tensor + count, tensor + 2 * count, call.tensors.row_step, call.tensors.block_step};
   call.out = out;
@@ -279,12 +349,9 @@ FP4KIT_EXPORT i32 fp4kit_dequantize(const DecodeCall* prototype, const u8* packe
 // (the first one in case of ties). Add the number of blocks that had a full search to *call->unproven, which must not
 // be null.
 FP4KIT_EXPORT void fp4kit_search_scales(const SearchScalesCall* call) {
-  const Tiles tiles{call->x.rows, call->x.columns, call->tile_rows, call->tile_columns};
   std::atomic<u64> unproven{0};
-  with_input_type(call->input, [&](auto in) {
-    const ScaleSearch<decltype(in)> search{*call};
-    auto work = [&](i64 index) { unproven += search.search_tile(tiles.tile(index)); };
-    run_tiles(tiles.count(), call->threads, work);
+  for_each_tile(*call, [&](auto in, const Rectangle& tile, i64) {
+    unproven += ScaleSearch<decltype(in)>{*call}.search_tile(tile);
   });
   *call->unproven += unproven;
 }
@@ -293,45 +360,31 @@ FP4KIT_EXPORT void fp4kit_search_scales(const SearchScalesCall* call) {
 // call->out. The best one has the smallest error (the first one in case of ties). For each tile, set needs_fallback to
 // 1 if the specification has to compute the tile, otherwise to 0.
 FP4KIT_EXPORT void fp4kit_search_factors(const SearchFactorsCall* call) {
-  const Tiles tiles{call->x.rows, call->x.columns, call->tile_rows, call->tile_columns};
   const FillTablesFunction fill = kDecoders[call->decoder].fill_tables[kFloat32];
   DecodeTables memory;
   const DecodeTables* tables = fill && !call->tensor_step ? &memory : nullptr;
   if (tables) fill({*call->encode, *call->decode, *call->amax}, true, memory);
-  with_input_type(call->input, [&](auto in) {
-    const FactorSearch<decltype(in)> search{*call, tables};
-    auto work = [&](i64 index) { call->needs_fallback[index] = !search.search_tile(tiles.tile(index)); };
-    run_tiles(tiles.count(), call->threads, work);
+  for_each_tile(*call, [&](auto in, const Rectangle& tile, i64 index) {
+    call->needs_fallback[index] = !FactorSearch<decltype(in)>{*call, tables}.search_tile(tile);
   });
 }
 
 // QuEST's search: for every block of the matrix, store in call->out the amax that follows from its standard deviation.
 // The amax of a block with NaN or infinity is NaN.
 FP4KIT_EXPORT void fp4kit_search_quest(const SearchQuestCall* call) {
-  const Tiles tiles{call->x.rows, call->x.columns, call->tile_rows, call->tile_columns};
-  with_input_type(call->input, [&](auto in) {
-    auto work = [&](i64 index) { search_quest_tile<decltype(in)>(*call, tiles.tile(index)); };
-    run_tiles(tiles.count(), call->threads, work);
-  });
+  for_each_tile(*call, [&](auto in, const Rectangle& tile, i64) { search_quest_tile<decltype(in)>(*call, tile); });
 }
 
 // msmodelslim's searches: for every block of the matrix, store in call->out the power of two with the smaller error.
 FP4KIT_EXPORT void fp4kit_search_powers(const SearchPowersCall* call) {
-  const Tiles tiles{call->x.rows, call->x.columns, call->tile_rows, call->tile_columns};
-  with_input_type(call->input, [&](auto in) {
-    auto work = [&](i64 index) { search_powers_tile<decltype(in)>(*call, tiles.tile(index)); };
-    run_tiles(tiles.count(), call->threads, work);
-  });
+  for_each_tile(*call, [&](auto in, const Rectangle& tile, i64) { search_powers_tile<decltype(in)>(*call, tile); });
 }
 
 // msmodelslim's search of ceil_x: for every block of the matrix, store its amax in call->out, and add its errors to
 // `bins`, which add_ceil_x_errors describes.
 FP4KIT_EXPORT void fp4kit_search_ceil_x(const SearchPowersCall* call, u64* bins) {
-  const Tiles tiles{call->x.rows, call->x.columns, call->tile_rows, call->tile_columns};
-  with_input_type(call->input, [&](auto in) {
-    auto work = [&](i64 index) { search_ceil_x_tile<decltype(in)>(*call, tiles.tile(index), bins); };
-    run_tiles(tiles.count(), call->threads, work);
-  });
+  for_each_tile(*call,
+                [&](auto in, const Rectangle& tile, i64) { search_ceil_x_tile<decltype(in)>(*call, tile, bins); });
 }
 
 // Replace each of `count` amaxes by ceil_x_amax for a constant, given by its number. `input` is the type of the

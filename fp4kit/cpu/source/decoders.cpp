@@ -36,7 +36,9 @@ constexpr DecoderEntry decoder_entry(const char* key) {
         key,
         Decoder<R, Float32>::kIsNibble,
         {fill_tables_function<R, Float32>(), fill_tables_function<R, Float16>(), fill_tables_function<R, Bfloat16>()},
-        {decode_row<R, Float32>, decode_row<R, Float16>, decode_row<R, Bfloat16>}};
+        {decode_row<R, Float32>, decode_row<R, Float16>, decode_row<R, Bfloat16>},
+        1,
+        R::kHasScales};
 }
 
 constexpr DecoderEntry kDecoderEntries[] = {

@@ -60,12 +60,14 @@ using DecodeRowFunction = bool (*)(const u8*, const u8*, i64, i64, const DecodeT
 //                and for recipes without block scales
 //   rows         functions that decode a row of codes (decode_row of decode_rows.h)
 //   scale_bytes  bytes of block scales per block: Recipe.scale_bytes
+//   has_scales   true if the recipe has block scales
 struct DecoderEntry {
   const char* key;
   bool is_nibble;
   FillTablesFunction fill_tables[kInputs];
   DecodeRowFunction rows[kInputs];
   i64 scale_bytes = 1;
+  bool has_scales = true;
 };
 
 // The compiled code of a block rule that computes codes and scales together (BlockRuleTraits.whole of
@@ -121,20 +123,24 @@ struct ElementEntry {
   bool divides, allows_zero_factor, then_encodes, flushes, is_nibble, wraps;
 };
 
-// A table of entries: a pointer to the first entry, and the number of entries. It does not own the entries.
+// A table of entries: a pointer to the first entry, and the number of entries. It does not own the entries. Indices
+// begin at 1, so that the C API can reject the index of a caller that forgot to set it.
 template <class Entry>
 struct Table {
   const Entry* entries;
   int count;
 
-  // Return the entry with this index, which must be in [0, count).
-  const Entry& operator[](int index) const { return entries[index]; }
+  // Return the entry with this index, which must be in [1, count].
+  const Entry& operator[](int index) const { return entries[index - 1]; }
 
-  // Return the index of the entry with this key, or -1 if no entry has it.
+  // Return true if there is an entry with this index, or if the index is `none`.
+  bool has(int index, int none = 1) const { return (index >= 1 && index <= count) || index == none; }
+
+  // Return the index of the entry with this key. Return -1 if the key is "", or -2 if no entry has it.
   int index_of(const char* key) const {
-    for (int i = 0; i < count; ++i)
-      if (!std::strcmp(entries[i].key, key)) return i;
-    return -1;
+    for (int i = 0; key && i < count; ++i)
+      if (!std::strcmp(entries[i].key, key)) return i + 1;
+    return key && !*key ? -1 : -2;
   }
 };
 

@@ -54,6 +54,17 @@ struct EncodeCall {
 
 namespace {
 
+// Call work(in, tile, index) for every tile of a call, on at most call.threads threads. `in` has the type of the
+// elements.
+template <class Call, class Work>
+void for_each_tile(const Call& call, Work work) {
+  const Tiles tiles{call.x.rows, call.x.columns, call.tile_rows, call.tile_columns};
+  with_input_type(call.input, [&](auto in) {
+    auto run = [&](i64 index) { work(in, tiles.tile(index), index); };
+    run_tiles(tiles.count(), call.threads, run);
+  });
+}
+
 // Return a pointer to the random bytes start ... start + count - 1 of the stream with this seed. The bytes are in
 // `out`, at an offset below 16, because the stream is generated in groups of 16. So `out` needs room for count + 31
 // bytes.

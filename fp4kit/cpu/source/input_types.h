@@ -47,8 +47,8 @@ struct Input<Float16> {
   static __forceinline__ u16 narrow(float x) { return Float16::narrow(x); }
 };
 
-// A matrix in memory. Steps are in elements. `hadamard` is the sign mask of the transform of each 16 elements of a row
-// (hadamard.h), or -1 for no transform. cpu/library.py mirrors this struct as SourceMatrix.
+// A matrix in memory. Steps are in elements. `hadamard` is 1 + the sign mask of the transform of each 16 elements of a
+// row (hadamard.h), or 0 for no transform. cpu/library.py mirrors this struct as SourceMatrix.
 struct Source {
   const void* data;
   i64 rows, columns, row_step, column_step, hadamard;

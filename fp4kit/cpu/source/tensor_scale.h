@@ -35,34 +35,29 @@ struct AmaxCall {
 // is not nullptr, also store the block amaxes there, as float32. NaN counts as larger than infinity, so the result is
 // the bits of a NaN if any element is NaN. The stored block amaxes are valid only if all elements are finite.
 FP4KIT_EXPORT u32 fp4kit_amax(const AmaxCall* call) {
-  const Tiles tiles{call->x.rows, call->x.columns, call->tile_rows, call->tile_columns};
   std::atomic<u32> largest{0};
-  with_input_type(call->input, [&](auto in) {
+  for_each_tile(*call, [&](auto in, const Rectangle& tile, i64) {
     using In = decltype(in);
     using Bits = typename Input<In>::Bits;
-    auto work = [&](i64 index) {
-      const Rectangle tile = tiles.tile(index);
-      const View<Bits> x = view<In>(call->x, tile);
-      u32 of_tile = 0;
-      if (!call->out)
-        of_tile = amax_bits<In>(x, tile.rows, tile.columns);
-      else
-        for_each_panel(tile, call->block, call->block_rows, [&](Rectangle panel) {
-          u32 bits[kMaxPanelBlocks];
-          const i64 blocks = panel.columns / call->block;
-          float* out = call->out + (tile.row + panel.row) / call->block_rows * call->out_step +
-                       (tile.column + panel.column) / call->block;
-          block_amax_bits<In>(View<Bits>{x.data + panel.row * x.step + panel.column, x.step}, panel.rows, blocks,
-                              call->block, bits);
-          for (i64 b = 0; b < blocks; ++b) of_tile = bits[b] > of_tile ? bits[b] : of_tile;
-          for (i64 b = 0; b < blocks; ++b) out[b] = Input<In>::value(static_cast<Bits>(bits[b]));
-          return true;
-        });
-      u32 seen = largest.load(std::memory_order_relaxed);
-      while (of_tile > seen && !largest.compare_exchange_weak(seen, of_tile)) {
-      }
-    };
-    run_tiles(tiles.count(), call->threads, work);
+    const View<Bits> x = view<In>(call->x, tile);
+    u32 of_tile = 0;
+    if (!call->out)
+      of_tile = amax_bits<In>(x, tile.rows, tile.columns);
+    else
+      for_each_panel(tile, call->block, call->block_rows, [&](Rectangle panel) {
+        u32 bits[kMaxPanelBlocks];
+        const i64 blocks = panel.columns / call->block;
+        float* out = call->out + (tile.row + panel.row) / call->block_rows * call->out_step +
+                     (tile.column + panel.column) / call->block;
+        block_amax_bits<In>(View<Bits>{x.data + panel.row * x.step + panel.column, x.step}, panel.rows, blocks,
+                            call->block, bits);
+        for (i64 b = 0; b < blocks; ++b) of_tile = bits[b] > of_tile ? bits[b] : of_tile;
+        for (i64 b = 0; b < blocks; ++b) out[b] = Input<In>::value(static_cast<Bits>(bits[b]));
+        return true;
+      });
+    u32 seen = largest.load(std::memory_order_relaxed);
+    while (of_tile > seen && !largest.compare_exchange_weak(seen, of_tile)) {
+    }
   });
   return largest;
 }
@@ -154,9 +149,9 @@ bool find_tensor_scales(const EncodeCall& call, i32 tensor_rule, const float* gi
         call.x.rows * call.x.columns <= kMaxElements) {
       found.block_amax.reset(new float[block_rows * blocks]);
     } else {
-      // The order of elements does not matter here. So, if columns are contiguous instead of rows, read columns as
-      // rows, and use long tiles.
-      if (x.column_step != 1 && x.row_step == 1) x = {x.data, x.columns, x.rows, x.column_step, 1, x.hadamard};
+      // The order of elements does not matter here, unless rows are transformed. So, if columns are contiguous instead
+      // of rows, read columns as rows, and use long tiles.
+      if (x.column_step != 1 && x.row_step == 1 && !x.hadamard) x = {x.data, x.columns, x.rows, x.column_step, 1, 0};
       if (x.column_step == 1)
         tile_columns = minimum(x.columns, call.tile_rows * call.tile_columns),
         tile_rows = maximum<i64>(call.tile_rows * call.tile_columns / tile_columns, 1);

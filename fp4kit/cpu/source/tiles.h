@@ -57,9 +57,9 @@ bool any_marked(const std::vector<u8>& marks) {
 }
 
 // Return true if the elements of a tile must be copied before they are read, because the rows of x are not contiguous
-// or because its elements must be transformed (x.hadamard >= 0).
+// or because its elements must be transformed (x.hadamard > 0).
 bool is_gathered(const Source& x) {
-  return x.column_step != 1 || x.hadamard >= 0;
+  return x.column_step != 1 || x.hadamard > 0;
 }
 
 // The elements of a tile or panel: contiguous rows that begin `step` elements apart.
@@ -70,14 +70,14 @@ struct View {
 };
 
 // Return the elements of a tile of x as contiguous rows. Usually the view refers to the memory of x itself. If
-// is_gathered(x), it refers to a copy, which is transformed if x.hadamard >= 0. A copy is in scratch memory of the
+// is_gathered(x), it refers to a copy, which is transformed if x.hadamard > 0. A copy is in scratch memory of the
 // thread, and valid until the thread calls this function again.
 template <class In, class Bits = typename Input<In>::Bits>
 View<Bits> view(const Source& x, const Rectangle& tile) {
   if (!is_gathered(x)) return {static_cast<const Bits*>(x.data) + tile.row * x.row_step + tile.column, x.row_step};
   Bits* copy = scratch<Bits>(tile.rows * tile.columns);
   gather<Bits>(x, tile.row, tile.rows, tile.column, tile.columns, tile.columns, copy);
-  if (x.hadamard >= 0) hadamard_runs<In>(copy, tile.rows * tile.columns / 16, static_cast<u32>(x.hadamard));
+  if (x.hadamard > 0) hadamard_runs<In>(copy, tile.rows * tile.columns / 16, static_cast<u32>(x.hadamard - 1));
   return {copy, tile.columns};
 }
 
