@@ -17,14 +17,14 @@ enum { ROWS = 4, COLUMNS = 64, CODES = COLUMNS * CODE_BITS / 8, TENSORS = TENSOR
 static signed char reciprocals[1 << 23];
 
 int main(void) {
-  if (fp4kit_api_version() != FP4KIT_API_VERSION) return 4;  // the library is from another version than the header
+  if (fp4kit_api_version() != FP4KIT_API_VERSION) return 10;  // the library is from another version than the header
   float x[ROWS * COLUMNS], values[ROWS * COLUMNS], tensor_scale[TENSORS], tensor_amax[TENSORS], tensor[3 * TENSORS];
   uint8_t packed[ROWS * CODES], scales[ROWS * COLUMNS / BLOCK];
   for (int i = 0; i < ROWS * COLUMNS; ++i) x[i] = (float)(i * 37 % 101 - 50) / 16;
   for (int i = 0; i < TENSORS; ++i) tensor_scale[i] = tensor_amax[i] = 1;
 
   FILE* table = fopen("reciprocals.bin", "rb");
-  if (!table || fread(reciprocals, 1, sizeof reciprocals, table) != sizeof reciprocals) return 3;
+  if (!table || fread(reciprocals, 1, sizeof reciprocals, table) != sizeof reciprocals) return 11;
   fclose(table);
   fp4kit_set_reciprocals(reciprocals);
 

@@ -145,7 +145,7 @@ u64 is_no_size(i64 n) {
       ((entry.has_scales || block < columns) && block % unit) ||
       (c->tile_columns < columns && c->tile_columns % block) ||
       (entry.has_scales && (columns % block || c->scales_step < columns / block * entry.scale_bytes)) ||
-      (block_step ? block_step != 1 || row_step != columns / block : static_cast<u64>(row_step) > 1) ||
+      (block_step ? block_step != 1 || row_step != (columns + block - 1) / block : static_cast<u64>(row_step) > 1) ||
       c->packed_step < columns >> entry.is_nibble || c->out_step < columns;
   return is_wrong ? kWrongField : kDone;
 }
