@@ -99,6 +99,12 @@ u64 is_no_size(i64 n) {
   return (static_cast<u64>(n) - 1) >> 31;
 }
 
+// Return true if any argument is not 0. All arguments are computed, because branches would make the library larger.
+template <class... Fields>
+bool any(Fields... fields) {
+  return ((fields != Fields{}) | ...);
+}
+
 // Return kDone if fp4kit_quantize can take these arguments, otherwise what is wrong. Loops do not check sizes, so a
 // wrong one would read or write outside of the arrays.
 [[gnu::noinline]] Status status_of(const EncodeCall* c, const void* x, const u8* packed, const u8* scales, i32 rule) {
@@ -112,18 +118,17 @@ u64 is_no_size(i64 n) {
   const i64 columns = c->x.columns, block = c->block, rows = c->block_rows;
   const i64 unit = is_blockwise ? block : (c->x.hadamard ? 16 : 1 + is_nibble);
   // First the fields that stay 0, then sizes, before they divide others.
-  const bool is_wrong = c->encode || c->decode || c->amax || c->block_amax || c->factors || c->block_step ||
-                        c->random || c->random_step || c->seed || c->stream_first || c->stream_stride || c->packed ||
-                        c->scales || c->needs_fallback || c->threads || is_no_size(c->x.rows) || is_no_size(columns) ||
-                        is_no_size(c->tile_rows) || is_no_size(c->tile_columns) || is_no_size(block) ||
-                        is_no_size(rows) || block > kPanelColumns || (block != 16 && block % 32) ||
-                        (entry.choose && (block != kBlockColumns || rows > kMaxBlockRows)) ||
-                        (whole && (block != kHif4Block || rows != 1)) || columns % unit || c->tile_rows % rows ||
-                        c->tile_columns % maximum<i64>(block, 32) || (c->x.rows > 1 && !c->x.row_step) ||
-                        (columns > 1 && !c->x.column_step) || static_cast<u64>(c->x.hadamard) > 1 << 16 ||
-                        static_cast<u64>(c->tensor_step) > 1 || !(c->max_factor > 0) ||
-                        !(fabsf(c->min_factor) <= c->max_factor) || c->packed_step < columns >> is_nibble ||
-                        (is_blockwise && scales && c->scales_step < columns / block * (whole ? whole->scale_bytes : 1));
+  const bool is_wrong =
+      any(c->encode, c->decode, c->amax, c->block_amax, c->factors, c->block_step, c->random, c->random_step, c->seed,
+          c->stream_first, c->stream_stride, c->packed, c->scales, c->needs_fallback, c->threads) ||
+      any(is_no_size(c->x.rows), is_no_size(columns), is_no_size(c->tile_rows), is_no_size(c->tile_columns),
+          is_no_size(block), is_no_size(rows), block > kPanelColumns, block != 16 && block % 32) ||
+      columns % unit || c->tile_rows % rows || c->tile_columns % maximum<i64>(block, 32) ||
+      any(entry.choose && (block != kBlockColumns || rows > kMaxBlockRows), whole && (block != kHif4Block || rows != 1),
+          c->x.rows > 1 && !c->x.row_step, columns > 1 && !c->x.column_step, static_cast<u64>(c->x.hadamard) > 1 << 16,
+          c->tensor_step >> 1, !(c->max_factor > 0), !(fabsf(c->min_factor) <= c->max_factor),
+          c->packed_step < columns >> is_nibble) ||
+      (is_blockwise && scales && c->scales_step < columns / block * (whole ? whole->scale_bytes : 1));
   return is_wrong ? kWrongField : kDone;
 }
 
@@ -139,14 +144,14 @@ u64 is_no_size(i64 n) {
             unit = entry.is_nibble ? (entry.has_scales && !entry.fill_tables[0] ? 16 : 2) : 1;
   if (entry.has_scales && !scales) return kNullPointer;
   const bool is_wrong =
-      c->packed || c->scales || encode || decode || amax || c->out || c->needs_fallback || c->threads ||
-      is_no_size(c->rows) || is_no_size(columns) || is_no_size(c->tile_rows) || is_no_size(c->tile_columns) ||
-      is_no_size(block) || (entry.scale_bytes > 1 && block != kHif4Block) || (entry.is_nibble && columns % 2) ||
+      any(c->packed, c->scales, encode, decode, amax, c->out, c->needs_fallback, c->threads, is_no_size(c->rows),
+          is_no_size(columns), is_no_size(c->tile_rows), is_no_size(c->tile_columns), is_no_size(block)) ||
       ((entry.has_scales || block < columns) && block % unit) ||
       (c->tile_columns < columns && c->tile_columns % block) ||
       (entry.has_scales && (columns % block || c->scales_step < columns / block * entry.scale_bytes)) ||
       (block_step ? block_step != 1 || row_step != (columns + block - 1) / block : static_cast<u64>(row_step) > 1) ||
-      c->packed_step < columns >> entry.is_nibble || c->out_step < columns;
+      any(entry.scale_bytes > 1 && block != kHif4Block, entry.is_nibble && columns % 2,
+          c->packed_step < columns >> entry.is_nibble, c->out_step < columns);
   return is_wrong ? kWrongField : kDone;
 }
 
