@@ -33,19 +33,25 @@ Tensor = torch.Tensor
 _INT64 = 2**63
 
 
-@torch._dynamo.assume_constant_result
+def _constant(function: Any) -> Any:
+    """Return the function, marked as torch.compiler.assume_constant_result does, which imports a second of modules."""
+    function._dynamo_marked_constant = True
+    return function
+
+
+@_constant
 def _spec(recipe: Any) -> str:
     """Return a Recipe as the string of recipes.to_string.to_spec, because PyTorch operators do not accept Recipes."""
     return to_spec(recipe)
 
 
-@torch._dynamo.assume_constant_result
+@_constant
 def _torch_dtype(dtype: Any) -> torch.dtype:
     """Return the PyTorch dtype that corresponds to the NumPy dtype float32, float16 or bfloat16."""
     return TORCH[np.dtype(dtype)]
 
 
-@torch._dynamo.assume_constant_result
+@_constant
 def _of_engine(*arguments: Any) -> tuple[str, str, str]:
     """Return what linear_recipes returns, as the strings that operators take."""
     recipe_x, recipe_w, unit = linear_recipes(*arguments)
@@ -326,13 +332,13 @@ def dequantize(q: Quantized, dtype: torch.dtype | None = None) -> Tensor:
     return dequantize_op(q.packed, q.block_scale, q.tensor_scale, q.tensor_amax, *facts)
 
 
-@torch._dynamo.assume_constant_result
+@_constant
 def _unit_spec(unit: Any) -> str:
     """Return a unit as the string of units.to_spec, because PyTorch operators accept strings but not Units."""
     return unit_to_spec(unit_of(OP, unit))
 
 
-@torch._dynamo.assume_constant_result
+@_constant
 def _dtype_name(dtype: Any) -> str:
     """Return the name of a dtype of PyTorch or NumPy, such as "float32", to pass it to an operator as a string."""
     return numpy_dtype(OP, dtype).name

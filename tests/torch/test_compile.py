@@ -5,6 +5,8 @@ Compiled calls are bit-identical to eager calls, and eager calls to calls on Num
 
 import importlib
 import io
+import subprocess
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -112,6 +114,13 @@ def test_where_no_break_is_allowed_the_error_names_what_can_be_traced(name):
 
 
 @pytest.mark.exhaustive
+def test_the_compiler_is_imported_when_something_is_compiled():
+    """torch._dynamo takes longer than the rest of fp4kit.torch."""
+    code = "import sys, fp4kit.torch; assert 'torch._dynamo' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+    assert torch.compiler.assume_constant_result(lambda: 0).__dict__ == ft.functions._constant(lambda: 0).__dict__
+
+
 def test_functions_called_inside_are_not_traced():
     """Functions that fp4kit's functions call are excluded from tracing, too.
 
