@@ -98,7 +98,7 @@ def scales_of(form: Container, scales: np.ndarray) -> npt.NDArray[np.float32]:
     """Return the float32 values of block scales, in the shape of ``scales``."""
     if form.scale is None:
         return scales
-    values = _factors(form)[1][scales]
+    values = _factors(form)[1].take(scales)
     with np.errstate(over="ignore"):  # in GGUF, the MXFP4 scale byte 255 is 2^128: infinity in float32
         return values * np.float32(2) if form.in_blocks else values
 
@@ -113,7 +113,7 @@ def decode(
 ) -> npt.NDArray[np.float32]:
     """Return the decoded values of rows, [N, K] float32: value(code) * (block_scale * tensor_scale)."""
     elements, scales = (form.element.values, None) if form.scale is None else _factors(form)
-    scale = block_scale if scales is None else scales[block_scale]
+    scale = block_scale if scales is None else scales.take(block_scale)
     if divisor is not None:
         with np.errstate(divide="ignore", invalid="ignore"):  # a divisor of 0 gives infinity, which callers refuse
             scale = scale / np.float32(divisor)
@@ -123,11 +123,11 @@ def decode(
     height, width = form.block
     rows, columns = codes.shape
     if height == 1:
-        element_values = elements[codes].reshape(*scale.shape, width)
+        element_values = elements.take(codes).reshape(*scale.shape, width)  # twice as fast as elements[codes]
         values: npt.NDArray[np.float32] = (element_values * scale[..., None]).reshape(codes.shape)
         return _as_dtype(values, form.arithmetic[1])
     spread = np.repeat(np.repeat(scale, height, axis=0)[:rows], width, axis=1)[:, :columns]
-    blocks: npt.NDArray[np.float32] = elements[codes] * spread
+    blocks: npt.NDArray[np.float32] = elements.take(codes) * spread
     return blocks
 
 

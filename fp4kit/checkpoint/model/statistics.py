@@ -295,11 +295,12 @@ def _is_too_small(rows: _Rows, x: np.ndarray) -> npt.NDArray[np.bool_]:
 def _signal_and_noise(x: npt.NDArray[np.float32], decoded: npt.NDArray[np.float32]) -> tuple[float, float, int]:
     """Return (sum of x^2, sum of (x - decoded)^2, number of non-finite x)."""
     wide = x.astype(np.float64)
-    signal, noise = _squares(wide), _squares(wide - decoded)
+    signal = _squares(wide)
+    noise = _squares(np.subtract(wide, decoded, out=wide))
     if math.isfinite(signal) and math.isfinite(noise):
         return signal, noise, 0
     usable = np.isfinite(x)
-    finite, stored = wide[usable], decoded[usable]
+    finite, stored = x[usable].astype(np.float64), decoded[usable]
     noise = _squares(finite - stored) if np.isfinite(stored).all() else math.inf
     return _squares(finite), noise, int(x.size - finite.size)
 
