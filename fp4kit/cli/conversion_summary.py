@@ -10,14 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fp4kit.checkpoint.containers.configs import MIXED
+from fp4kit.checkpoint.containers.configs import MIXED, declared
 from fp4kit.checkpoint.containers.engines import comfy, mlx
 from fp4kit.checkpoint.convert.convert import ConversionReport
 from fp4kit.checkpoint.convert.job import MERGE, QUANTIZE, REQUANTIZE
 from fp4kit.checkpoint.findings import asked, engines_that_load, rejections_of
 from fp4kit.checkpoint.loaders import support
 from fp4kit.checkpoint.model.inspect import inspect_checkpoint
-from fp4kit.checkpoint.plan.plan import Plan
+from fp4kit.checkpoint.model.model_files import CONFIG
+from fp4kit.checkpoint.plan.plan import Plan, configs
 from fp4kit.checkpoint.selection.names import ENGINE
 from fp4kit.checkpoint.verify.reencode import SampledError, sampled_error
 from fp4kit.checkpoint.verify.verify import VerifyReport
@@ -35,6 +36,7 @@ _SERVE = {
     mlx.ENGINE: "mlx_lm.server --model {}",
 }
 _LOAD = 'python -c "import transformers; transformers.{}.from_pretrained({!r}{})"'
+_UNQUANTIZED = "16 bits"
 _MOST_KEPT = 3  # how many layers the advice about --keep names
 
 
@@ -188,16 +190,37 @@ def recipe_line(plan: Plan) -> str:
     ids = [plan.recipe.id, *(one.id for _, one in plan.request.recipes)]
     chosen = f" ({plan.request.chosen})" if plan.request.chosen else ""
     start = f"recipe: {', '.join(dict.fromkeys(ids))}{chosen}"
-    form = plan.form
-    assert form is not None
     if plan.carries_codes:
         start = f"recipe: that of the source, whose codes are kept{chosen}"
-    if plan.has_input_scale:
-        source = "measured" if plan.request.activations else "from the source or --input-scale"
-        return f"{start}; weights and activations: an input scale per layer is stored ({source})"
-    if form.kind in ("nvfp4", "mxfp4") or form.format in _OWN_ENGINES:
-        return f"{start}; weights only: activations stay in 16 bits"
-    return f"{start}; engines also quantize activations, to 8 bits"
+    inputs, row = _inputs(plan), plan.request.serving
+    if [*inputs] == [_UNQUANTIZED]:
+        return f"{start}; weights only: activations stay in {_UNQUANTIZED}"
+    layers = (f"{words} in {counted(count, 'layer')}" if len(inputs) > 1 else words for words, count in inputs.items())
+    other = ""
+    if row is not None and row.activations is None and plan.format not in _OWN_ENGINES:
+        other = f"; {row.engine}, {row.route}, leaves them in {_UNQUANTIZED}"
+    return f"{start}; activations: {', '.join(layers)}{other}"
+
+
+def _inputs(plan: Plan) -> dict[str, int]:
+    """Return how engines quantize the inputs of layers by the config, such as "8 bits (dynamic)" -> how many layers."""
+    found: dict[str, int] = {}
+    written = {} if plan.format in _OWN_ENGINES else declared(configs(plan)[CONFIG])
+    groups = [(one["weights"], one.get("input_activations")) for one in written.get("config_groups", {}).values()]
+    static = "static, measured" if plan.request.activations else "static"
+    for form, layers in plan.layers_of_forms.items():
+        is_static, bits, size = form.name in plan.input_scaled, form.element.bits, form.group_size
+        own = [inputs for one, inputs in groups if (one["num_bits"], one.get("group_size", size)) == (bits, size)]
+        if own:
+            bits = own[0].get("num_bits", 8) if own[0] else 16
+        elif not is_static:
+            # The engines of these formats quantize inputs, llama.cpp on a CPU, although no config says so.
+            is_dynamic = form.format == "gguf" or (form.format == "modelopt" and bits == 8)
+            bits = 8 if is_dynamic or "activation_scheme" in written else 16
+        words = _UNQUANTIZED if bits == 16 else f"{bits} bits ({static if is_static else 'dynamic'})"
+        words = f"as {comfy.ENGINE} chooses" if form.format == comfy.FORMAT and not is_static else words
+        found[words] = found.get(words, 0) + len(layers)
+    return found
 
 
 def _error_lines(error: SampledError) -> Iterator[str]:

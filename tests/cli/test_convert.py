@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import llama_cpp
 import numpy as np
 import oracle
 import processes
@@ -24,10 +25,11 @@ from fp4kit.arrays import imports
 from fp4kit.calibration import Collector, input_scale
 from fp4kit.checkpoint import ConversionReport, Options, Plan, convert
 from fp4kit.checkpoint.convert import demo
+from fp4kit.checkpoint.plan.make_plan import make_plan
 from fp4kit.checkpoint.verify.compare import compare_checkpoints
 from fp4kit.checkpoint.verify.verify import verify
+from fp4kit.cli import conversion_summary, main
 from fp4kit.cli import convert as cli_convert
-from fp4kit.cli import main
 from fp4kit.contract.engines import Serving, servings
 
 Run = Callable[..., processes.Run]
@@ -145,11 +147,33 @@ def test_convert_ends_with_a_summary(tmp_path: Path, run: Run) -> None:
     found = json.loads(run("convert", tmp_path / "m", tmp_path / "json", *options).out)
     assert found["serve"] == f"vllm serve {tmp_path / 'json'}" and "vLLM" in found["engines"]
     assert len(found["sqnr"]["layers"]) == found["sqnr"]["of"] == 14
-    assert "weights and activations" in run("convert", tmp_path / "m", tmp_path / "a", "--input-scale", 1.0).out
     again = run("convert", tmp_path / "out", tmp_path / "moved", "--format", "modelopt").out
     assert "recipe: that of the source, whose codes are kept" in again and "SQNR" not in again
     bf16 = run("convert", tmp_path / "out", tmp_path / "bf16", "--format", "bf16").out
     assert "recipe:" not in bf16 and "SQNR" not in bf16 and "next: fp4kit verify" in bf16
+
+
+INPUTS = """
+dense | mxfp8-te | modelopt | | activations: 8 bits (dynamic)
+dense | mxfp8-te | sglang-mxfp8 | | activations: 8 bits (dynamic)
+dense | fp8-modelopt | modelopt | scale | activations: 8 bits (static)
+dense | nvfp4-te | comfy | | activations: as ComfyUI chooses
+gpt_oss | mxfp4-ocp | gpt-oss | | weights only: activations stay in 16 bits
+deepseek_v4 | nvfp4-te | deepseek-v4 | scale | activations: 8 bits (dynamic) in 33 layers, 4 bits (static) in 24 layers
+directory | mxfp4-gguf | gguf | | activations: 8 bits (dynamic)
+dense | nvfp4-te fp8-modelopt-channel | modelopt | | activations: 16 bits in 12 layers, 8 bits (dynamic) in 2 layers
+dense | fp8-modelopt-channel nvfp4-te | | | activations: 8 bits (dynamic) in 12 layers, 16 bits in 2 layers
+"""
+
+
+@pytest.mark.parametrize("case", INPUTS.strip().splitlines())
+def test_the_summary_says_how_inputs_are_quantized(case: str, tmp_path: Path) -> None:
+    model, recipes, form, scale, said = (cell.strip() for cell in case.split("|"))
+    getattr(llama_cpp if model == "directory" else synthetic, model)(tmp_path / "m")
+    first, *others = recipes.split()
+    options = {"format": form or None, "recipes": [("*.down_proj", other) for other in others]}
+    plan = make_plan(tmp_path / "m", first, input_scale=1.0 if scale else None, **options)
+    assert conversion_summary.recipe_line(plan).endswith(f"; {said}")
 
 
 SERVE = {
@@ -174,6 +198,12 @@ def test_the_command_to_serve_is_that_of_the_named_engine(row: Serving, tmp_path
     said = re.sub(r"\n +", " ", found[1])
     assert f"\nserve: {SERVE[row.engine]}" in said
     assert ("dequantize=True" in said) == (row.scheme == "fp8-channel-w8a16")
+    declared = json.loads((tmp_path / "o" / "config.json").read_text())["quantization_config"]
+    inputs = declared.get("config_groups", {}).get("group_0", {}).get("input_activations") or {"num_bits": 16}
+    line, _, other = re.sub(r"(?s).*\nrecipe: |\n.*", "", said).partition(f"; {row.engine}, {row.route}, ")
+    kind = "static" if scale else "dynamic"
+    assert line.endswith(f"activations: {inputs['num_bits']} bits ({kind})" if len(inputs) > 1 else "in 16 bits")
+    assert other == "leaves them in 16 bits" * (row.activations is None and len(inputs) > 1)
     others = {*SERVE} - {row.engine}
     assert not re.search(f"(warning|rejected by|note).*({'|'.join(others)})", "".join(found))
 
