@@ -32,6 +32,7 @@ ParameterKind = Literal["matrix", "stack", "convolution", "embedding", "conv1d"]
 _SAFETENSORS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 _UNNAMED = "not in parameters="
 _PRESET = " (preset linear)"
+_TRANSPOSED = f"is stored transposed; {selection.CONV1D}"
 
 
 @dataclass(frozen=True)
@@ -191,6 +192,10 @@ def make_plan(choice: QatChoice, weights: Sequence[TrainedWeight]) -> QatPlan:
     form, note = _form_for(choice)
     rows = list(_decided(choice, weights, form))
     selected = [row for row in rows if row.quantized]
+    for row in (row for row in rows if row.reason == _TRANSPOSED):
+        leaf = selection.conv1d_wildcard(row.layer.rpartition(".")[2]).removesuffix("*")
+        way_out = f"to leave it unquantized, pass exclude=('*.{leaf}*',)" if selected else selection.NO_OTHER_LAYER
+        raise ValueError(f"{choice.op}: {row.name} {_TRANSPOSED}; {way_out}")
     if not selected:
         way_out = "pass include=, or correct the wildcards"
         if any(row.name == "weight" for row in rows):  # only weights of named layers are selected by default
@@ -247,10 +252,8 @@ def _decided(choice: QatChoice, weights: Sequence[TrainedWeight], form: Containe
         name, dtype = unwrapped(weight.saved), _SAFETENSORS.get(weight.dtype, weight.dtype)
         decision = selector.decide(selection.Candidate(name, weight.layer, dtype, weight.shape, facts))
         is_conv1d = selection.is_transposed(decision.reason) or weight.kind == "conv1d"
-        leaf = selection.conv1d_wildcard(weight.layer.rpartition(".")[2]).removesuffix("*") + "*"
-        no_conv1d = f"is stored transposed; {selection.CONV1D}; to leave it unquantized, pass exclude=('*.{leaf}',)"
         if any(fnmatchcase(weight.name, pattern) for pattern in choice.include):
-            for fault in _include_faults(weight, multiple, no_conv1d if is_conv1d else ""):
+            for fault in _include_faults(weight, multiple, is_conv1d):
                 if fault:
                     raise ValueError(f"{choice.op}: include= names {weight.name}, {fault}")
             yield replace(weight, quantized=True, reason="include")
@@ -264,7 +267,7 @@ def _decided(choice: QatChoice, weights: Sequence[TrainedWeight], form: Containe
         elif weight.kind == "convolution" and choice.config is not None:
             reason = "convolution, which fp4kit convert leaves unquantized"
         elif is_conv1d:
-            raise ValueError(f"{choice.op}: {weight.name} {no_conv1d}")
+            reason = _TRANSPOSED
         elif decision.converted and weight.dtype not in _SAFETENSORS:
             reason = f"dtype {weight.dtype}"
         elif decision.converted and weight.kind == "embedding":
@@ -276,9 +279,9 @@ def _decided(choice: QatChoice, weights: Sequence[TrainedWeight], form: Containe
         yield replace(weight, quantized=quantized, reason=reason)
 
 
-def _include_faults(weight: TrainedWeight, multiple: int, no_conv1d: str) -> Iterator[str | bool]:
+def _include_faults(weight: TrainedWeight, multiple: int, is_conv1d: bool) -> Iterator[str | bool]:
     """Yield a text per reason why a parameter that the user includes cannot be quantized, and False otherwise."""
-    yield bool(no_conv1d) and f"which {no_conv1d}"
+    yield is_conv1d and f"which {_TRANSPOSED}; correct the wildcard"
     adapter = adapter_tensor(weight.saved)
     if adapter is not None:
         yield f"a tensor of an adapter ({adapter.kind}), which is never quantized; correct the wildcard"

@@ -19,7 +19,7 @@ from torch.nn.utils import parametrize
 from fp4kit.arguments import as_flag, is_one_of
 from fp4kit.arrays.imports import is_distributed
 from fp4kit.checkpoint.selection.names import adapter_tensor
-from fp4kit.checkpoint.selection.selection import CONV1D
+from fp4kit.checkpoint.selection.selection import CONV1D, NO_OTHER_LAYER
 from fp4kit.contract.engines import Serving
 from fp4kit.contract.schema import ServedDtype
 from fp4kit.lazy import FUNCTIONS
@@ -252,9 +252,10 @@ def _by_settings(model: torch.nn.Module, settings: FakeQuantSettings) -> list[st
             text = str(error).partition("; pad with fp4kit.layouts.pad")[0]
             hint = f"leave the parameter out with FakeQuantSettings(..., exclude=({name!r},))"
             raise ValueError(f"{text}; {hint}") from None
-    for name, module, leaf in selected:
-        if leaf == "weight" and stored.is_conv1d(module):
-            raise ValueError(f"{OP}: {name} is stored transposed; {CONV1D}; to leave it unquantized, pass exclude=")
+    transposed = [name for name, module, leaf in selected if leaf == "weight" and stored.is_conv1d(module)]
+    if transposed:
+        way_out = "to leave it unquantized, pass exclude=" if len(transposed) < len(selected) else NO_OTHER_LAYER
+        raise ValueError(f"{OP}: {transposed[0]} is stored transposed; {CONV1D}; {way_out}")
     layers = peft_layers.adapter_layers_around(OP, model, {id(module): name for name, module, _ in selected}, "base")
     vectors = [name for name, module, leaf in selected if getattr(module, leaf).ndim < 2]
     if vectors:

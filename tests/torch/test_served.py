@@ -598,22 +598,24 @@ def test_conv1d_of_transformers_is_refused(tmp_path, kind):
     model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes))
     part = model.transformer.h if kind == "parts of it" else model
     recipe = ft.FakeQuantSettings("nvfp4-te", parameters=("*c_fc.weight",)) if kind == "settings" else "nvfp4-te"
-    with pytest.raises(ValueError, match=r"\.c_\w+\.weight is stored transposed; Conv1D of transformers holds"):
+    with pytest.raises(ValueError, match=r"\.c_\w+\.weight is stored transposed; Conv1D .*; there is no other layer"):
         ft.fake_quantize_model(part, recipe)
     if kind == "settings":
         return
-    with pytest.raises(ValueError, match=r"include= names .*c_attn.weight, which is stored transposed; Conv1D"):
+    with pytest.raises(ValueError, match=r"names .*c_attn.weight, which is stored transposed; Conv1D .*; correct"):
         ft.fake_quantize_model(part, recipe, include=("*.c_attn.weight",))
     with_linear = torch.nn.ModuleDict({"h": model.transformer.h, "up_proj": torch.nn.Linear(64, 64)})
+    with pytest.raises(ValueError, match=r"; to leave it unquantized, pass exclude=\('\*\.c_\*',\)"):
+        ft.fake_quantize_model(with_linear, recipe)
     assert ft.fake_quantize_model(with_linear, recipe, exclude=("*.c_*",)) == ["up_proj.weight"]
     model.save_pretrained(tmp_path / "gpt2")
     for options in ({}, {"format": "modelopt"}):
-        with pytest.raises(CheckpointError, match=r"c_attn: gpt2 stores its layers transposed .*; Conv1D .*--keep"):
+        with pytest.raises(CheckpointError, match=r"c_attn: gpt2 stores .*; Conv1D .*; there is no other layer"):
             convert(tmp_path / "gpt2", tmp_path / "out", "nvfp4-te", **options)
     config = {"model_type": "gpt2", "n_layer": 1}
     rules = fp4kit.checkpoint.Rules.of("nvfp4-te", format="modelopt", config=config)
     state = ((name, to_numpy(w.detach())) for name, w in model.state_dict().items())
-    with pytest.raises(CheckpointError, match=r"c_attn: gpt2 stores its layers transposed"):
+    with pytest.raises(CheckpointError, match=r"c_attn: gpt2 stores its layers transposed .*; to .*, --keep"):
         dict(fp4kit.checkpoint.convert_tensors(state, rules))
 
 

@@ -529,6 +529,7 @@ CONV1D = (
     "Conv1D of transformers holds (in, out), so that blocks would run along the wrong axis; use a model whose layers"
     " are torch.nn.Linear, which holds (out, in)"
 )
+NO_OTHER_LAYER = "there is no other layer to quantize"  # if nothing is left without such weights
 _decision = lru_cache(1 << 12)(Decision)
 _NOT_NAMED = Decision(False, "not named by --only", True)
 # A layer that would be quantized, if the source did not have it unquantized beside quantized layers.
@@ -648,8 +649,9 @@ def check(candidates: Iterable[Candidate], wishes: Wishes, decisions: Mapping[st
     candidates = list(candidates)
     weights = [tensor for tensor in candidates if tensor.is_weight]
     _check_layers(weights, wishes)
+    some = any(decision.converted for decision in decisions.values())
     for tensor in weights:
-        check_transposed(tensor, wishes, decisions[tensor.name])
+        check_transposed(tensor, wishes, decisions[tensor.name], some)
     for pattern in wishes.keep:
         _first_hit("--keep", pattern, weights)
     named = [("--only", pattern) for pattern in wishes.only] + [("--include", pattern) for pattern in wishes.include]
@@ -665,17 +667,16 @@ def conv1d_wildcard(leaf: str) -> str:
     return "c_*" if leaf.startswith("c_") else leaf
 
 
-def check_transposed(tensor: Candidate, wishes: Wishes, decision: Decision) -> None:
+def check_transposed(tensor: Candidate, wishes: Wishes, decision: Decision, some: bool = True) -> None:
     """Raise CheckpointError if a layer stays unquantized only because its weight is transposed, as Conv1D stores it."""
+    # some: whether other layers may be quantized.
     if not is_transposed(decision.reason) or tensor.kind not in PRESETS[wishes.preset]:
         return
     kept, named = (any(fnmatchcase(tensor.module, glob) for glob in globs) for globs in (wishes.keep, wishes.only))
     if kept or (wishes.only and not named):
         return
-    leaf = conv1d_wildcard(tensor.parts[-1])
-    raise CheckpointError(
-        f"{shown(tensor.module)}: {decision.reason}; {CONV1D}; to leave it unquantized, --keep '*.{leaf}'"
-    )
+    way_out = f"to leave it unquantized, --keep '*.{conv1d_wildcard(tensor.parts[-1])}'" if some else NO_OTHER_LAYER
+    raise CheckpointError(f"{shown(tensor.module)}: {decision.reason}; {CONV1D}; {way_out}")
 
 
 def _first_hit(option: str, pattern: str, weights: Sequence[Candidate]) -> tuple[Candidate, Iterator[Candidate]]:
