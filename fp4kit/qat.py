@@ -318,16 +318,17 @@ def _check_patterns(choice: QatChoice, names: Sequence[str]) -> None:
         for pattern in getattr(choice, argument):
             if not any(fnmatchcase(name, pattern) for name in names):
                 near = similar(names, [pattern])
-                raise ValueError(
-                    f"{choice.op}: {argument}={pattern!r} matches no parameter; {near}; correct the wildcard"
-                )
+                raise ValueError(f"{choice.op}: {argument}={pattern!r} matches no parameter; {near}")
 
 
 def similar(names: Sequence[str], patterns: Iterable[str]) -> str:
     """Return text for an error message: up to three parameter names, those most similar to the wildcards first."""
+    if not names:
+        return "the model has no parameters"
     near = [name for pattern in patterns for name in difflib.get_close_matches(pattern, names, n=3, cutoff=0)]
     shown = list(dict.fromkeys([*near, *names]))[:3]
-    return f"its parameters are {', '.join(map(repr, shown))}" + (", ..." if len(names) > len(shown) else "")
+    more = ", ..." * (len(names) > len(shown))
+    return f"its parameters are {', '.join(map(repr, shown))}{more}; correct the wildcard"
 
 
 def _warn_of_halves(op: str, rows: Sequence[TrainedWeight]) -> None:

@@ -281,7 +281,7 @@ def _check_patterns(names: list[str], settings: FakeQuantSettings, any_selected:
             state = f"exclude={settings.exclude!r} leaves out all that match parameters={settings.parameters!r}"
         raise ValueError(
             f"{OP}: the settings include no parameter of the model: {state}; "
-            f"{similar(names, unused)}; correct the wildcards, or pass FakeQuantSettings() to quantize nothing"
+            f"{similar(names, unused)}; FakeQuantSettings() quantizes nothing"
         )
     for pattern in unused:
         if pattern not in EXPERT_WEIGHTS:

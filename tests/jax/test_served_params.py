@@ -113,6 +113,8 @@ def test_errors():
     params = a_llama()
     with pytest.raises(ValueError, match=r"parameters='\*.mpl.\*' matches no parameter; its parameters are '"):
         fj.fake_quantize_model(params, "nvfp4-te", parameters=("*.mpl.*",))
+    with pytest.raises(ValueError, match=r"matches no parameter; the model has no parameters$"):
+        fj.fake_quantize_model({"a": {}}, "nvfp4-te")
     with pytest.raises(TypeError, match=r"^fake_quantize_model: a is str; needs a pytree of arrays"):
         fj.fake_quantize_model({"a": "x"}, "nvfp4-te")
     transform = fj.fake_quantize_model(params, "nvfp4-te", include=("lm_head.*",))

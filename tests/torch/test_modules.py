@@ -86,6 +86,8 @@ WRONG = {
     "both": ((None, "mxfp4"), {"settings": SETTINGS}, TypeError, "recipe and settings are both given; needs one"),
     "settings": ((None,), {"settings": "mxfp4"}, TypeError, "settings is 'mxfp4'; needs a FakeQuantSettings"),
     "typo": ((None, FakeQuantSettings("nvfp4-te", parameters=("0.wieght",))), {}, ValueError, NONE),
+    "no parameters": ((torch.nn.ReLU(), "mxfp4"), {}, ValueError, "no parameter; the model has no parameters"),
+    "none to match": ((torch.nn.ReLU(), SETTINGS), {}, ValueError, "; the model has no parameters; FakeQuantSettings"),
     "all": ((None, FakeQuantSettings("nvfp4-te", exclude=("*",))), {}, ValueError, r"exclude=\('\*',\) leaves out all"),
 }
 

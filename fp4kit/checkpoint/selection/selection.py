@@ -649,6 +649,8 @@ def check(candidates: Iterable[Candidate], wishes: Wishes, decisions: Mapping[st
     candidates = list(candidates)
     weights = [tensor for tensor in candidates if tensor.is_weight]
     _check_layers(weights, wishes)
+    if not weights:
+        _check_not_empty(candidates, decisions)
     some = any(decision.converted for decision in decisions.values())
     for tensor in weights:
         check_transposed(tensor, wishes, decisions[tensor.name], some)

@@ -359,9 +359,10 @@ def _check_patterns(checks: Iterable[Check], patterns: Sequence[str]) -> None:
     used = {first_match(patterns, name) for name in names} if patterns else set()
     for i, pattern in enumerate(patterns):
         if i not in used:
+            near = f"names are such as {listed([*names][:2])}" if names else "no layer is compared"
             raise CheckpointError(
-                f"--recipe {shown(pattern)}=...: decides about no layer that is compared with the source; names are"
-                f" such as {listed([*names][:2])}; a pattern must match a whole name, and the first match decides"
+                f"--recipe {shown(pattern)}=...: decides about no layer that is compared with the source; {near};"
+                " a pattern must match a whole name, and the first match decides"
             )
 
 

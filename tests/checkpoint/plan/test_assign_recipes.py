@@ -429,6 +429,9 @@ def test_verify_takes_patterns(model: Path, tmp_path: Path, capsys: pytest.Captu
     assert all(layer["codes"]["compared"] for layer in body["layers"])
     assert main([*command, "--recipe", "*.down_prj=nvfp4-te-2d"]) == 2
     assert "*.down_prj=...: decides about no layer that is compared with the source" in capsys.readouterr().err
+    synthetic.write_file(tmp_path / "norm.safetensors", {"norm.weight": np.ones(4, np.float32)})
+    assert main([*command[:3], str(tmp_path / "norm.safetensors"), *command[4:], "--recipe", "x=nvfp4-te"]) == 2
+    assert "with the source; no layer is compared; a pattern" in " ".join(capsys.readouterr().err.split())
     assert main(["verify", str(tmp_path / "out"), "--recipe", "*.down_proj=nvfp4-te-2d"]) == 2
     assert "--recipe: says how layers were made from a source; add --source SRC" in capsys.readouterr().err
 

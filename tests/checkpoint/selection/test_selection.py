@@ -192,9 +192,8 @@ def test_only_what_is_left_out(make: Callable[[], list[Candidate]], wishes: Wish
 def test_a_selection_of_nothing() -> None:
     text = "0 tensors to convert: model.layers.0.self_attn.q_proj.weight (attention: not in preset experts); "
     refused_wishes(published.qwen3_dense(), Wishes("experts"), text)
-    refused_wishes(
-        [], Wishes(), "0 tensors to convert: no 2-D .weight tensors; change the preset, the patterns or the recipe"
-    )
+    for wishes in (Wishes(), Wishes(keep=("x",)), Wishes(only=("x",))):
+        refused_wishes([], wishes, "0 tensors to convert: no 2-D .weight tensors; change the preset, the patterns or")
 
 
 @together("name", published.MODELS)
