@@ -35,6 +35,7 @@ from fp4kit.storage.files import CheckpointError, shown
 from fp4kit.storage.gguf_file import bytes_of_text
 
 ROTATED_FORMAT = "compressed-tensors"  # the only format whose config declares rotations of inputs
+_UNROTATED = f"only the config of {ROTATED_FORMAT} declares rotated inputs; add --format {ROTATED_FORMAT}"
 
 
 UNQUANTIZED = "bf16"
@@ -540,8 +541,7 @@ class Request:
             return
         name, sizes = f"--hadamard {size!r}", ", ".join(map(str, HADAMARD_SIZES))
         yield not (type(size) is int and size in HADAMARD_SIZES) and (name, f"is no size; use one of {sizes}")
-        text = f"only the config of {ROTATED_FORMAT} declares rotated inputs; add --format {ROTATED_FORMAT}"
-        yield self.format != ROTATED_FORMAT and (name, text)
+        yield self.format not in (None, ROTATED_FORMAT) and (name, _UNROTATED)
         text = "were measured before the rotation; leave them out"
         yield self.activations is not None and (name, f"activations {text}")
         text = "column weights belong to columns before the rotation; leave them out"
@@ -552,6 +552,8 @@ class Request:
     def form_for(self, config: Mapping[str, Any]) -> table.Container | None:
         """Return the container to write for a model, or None to write unquantized tensors (format "bf16")."""
         form = self._form_for(config)
+        if self.hadamard is not None and (form is None or form.format != ROTATED_FORMAT):
+            raise CheckpointError(f"--hadamard {self.hadamard}: {_UNROTATED}")
         if self.search is not None:
             self.search.check(self.recipe, form, self.nonfinite)
         return form

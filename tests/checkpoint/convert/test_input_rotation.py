@@ -211,6 +211,7 @@ def test_quantized_layers_are_rotated_only_on_request(models: Path, tmp_path: Pa
     assert verify(out, source=tmp_path / "quantized").clean
 
 
+SGLANG = {"hadamard": 16, "format": None, "engine": "SGLang", "scheme": "nvfp4-w4a4", "input_scale": 1.0}
 REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("dense", {"hadamard": 24}, "--hadamard 24: is no size; use one of 16, 32, 64, 128, 256, 512"),
     ("dense", {"hadamard": True}, "--hadamard True: is no size"),
@@ -219,7 +220,7 @@ REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
     ("dense", {"hadamard_only": ["*"]}, "--hadamard-only *: names layers to rotate; add --hadamard SIZE"),
     ("dense", {"hadamard": 16, "hadamard_only": ["q_proj"]}, "--hadamard-only q_proj: matches no layer that is"),
     ("dense", {"hadamard": 16, "hadamard_only": ["*.q_proj", "*.v_proj"]}, "loaders fuse these layers, so all or none"),
-    ("dense", {"hadamard": 16, "format": None}, "only the config of compressed-tensors declares rotated inputs; add"),
+    ("dense", SGLANG, "only the config of compressed-tensors declares rotated inputs; add"),
     ("dense", {"hadamard": 16, "format": "modelopt"}, "only the config of compressed-tensors"),
     ("dense", {"hadamard": 16, "format": "mlx"}, "only the config of compressed-tensors"),
     ("dense", {"hadamard": 16, "format": "bf16"}, "only the config of compressed-tensors"),
@@ -232,6 +233,7 @@ REFUSED: tuple[tuple[str, dict[str, Any], str], ...] = (
 
 
 def test_what_does_not_fit_is_refused(models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert make_plan(models / "dense", NVFP4, hadamard=16).format == "compressed-tensors"  # the default of this model
     for name, options, text in REFUSED:
         with refused(text):
             make_plan(models / name, NVFP4, **{**CT, **options})
