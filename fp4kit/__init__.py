@@ -17,12 +17,12 @@ Examples:
 import fp4kit.startup  # noqa: F401  # first, so that Ctrl-C works while the other modules are imported
 
 # isort: split
-import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from fp4kit.arguments import suggestion
 from fp4kit.cpu.library import num_threads, set_num_threads, threads
-from fp4kit.display import html_of, text_of
+from fp4kit.display import format_panel, html_of, text_of
 from fp4kit.display import recipe_panel as panel
 from fp4kit.lazy import FUNCTIONS
 from fp4kit.ops.amax import amax, partial_amax, partial_cast, search_scales
@@ -145,7 +145,8 @@ else:  # type checkers would accept any attribute of a module with __getattr__
 
         Python calls this for a name that the module does not have yet. An object that is found is kept in the module,
         so each name comes here only once. Modules such as fp4kit.plot are imported too. Raise AttributeError for other
-        names. For a name that users may expect here, such as fp4kit.linear, the error message says where to find it.
+        names. The error message says where a name that users may expect here is, such as fp4kit.linear, or suggests a
+        similar name.
         """
         if name in _LAZY:
             return globals().setdefault(name, getattr(import_module(_LAZY[name]), name))
@@ -153,11 +154,9 @@ else:  # type checkers would accept any attribute of a module with __getattr__
             try:
                 return import_module(f"fp4kit.{name}")
             except ImportError as error:  # of a library, such as torch
-                raise AttributeError(f"fp4kit.{name}: {error}", name=name, obj=sys.modules[__name__]) from error
-        way_out = _ELSEWHERE.get(name, "")
-        raise AttributeError(
-            f"module 'fp4kit' has no attribute {name!r}{way_out}", name=name, obj=sys.modules[__name__]
-        )
+                raise AttributeError(f"fp4kit.{name}: {error}", name=name) from error
+        way_out = _ELSEWHERE.get(name) or suggestion(name, globals().get("__all__", ()))
+        raise AttributeError(f"module 'fp4kit' has no attribute {name!r}{way_out}", name=name)
 
 
 def __dir__() -> list[str]:
@@ -175,6 +174,7 @@ FUNCTIONS.update(  # methods of Quantized and Recipe call these functions; see l
         "Quantized.__getitem__": part_of,
         "Quantized.equals": same_bits,
         "Quantized.__reduce_ex__": reduced,
+        "ElementFormat._repr_html_": lambda f: format_panel(f).html(),
         "Quantized.__str__": text_of,
         "Quantized._repr_html_": html_of,
         "Recipe.panel": panel,

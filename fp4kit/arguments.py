@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from difflib import get_close_matches
 from inspect import Parameter, signature
 from pathlib import Path
@@ -125,6 +125,12 @@ def check_call(function: Callable[..., Any], args: Sequence[Any], names: Collect
             if parameter not in parameters:
                 raise no_argument(function.__name__, name, parameters)
             raise TypeError(f"{function.__name__}: there is no argument {name}; {way_out}")
+
+
+def suggestion(name: str, known: Iterable[str], most: int = 1) -> str:
+    """Return ``; did you mean X?`` with the names in ``known`` that are closest to ``name``, or "" if none is close."""
+    closest = get_close_matches(name, list(known), n=most)
+    return f"; did you mean {' or '.join(closest)}?" if closest else ""
 
 
 def no_argument(op: str, name: str, known: Collection[str]) -> TypeError:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from fp4kit.arrays.imports import import_arrays, import_to_host, to_host
-from fp4kit.formats import IntegerOrFloat
+from fp4kit.formats import ElementFormat, IntegerOrFloat
 from fp4kit.layouts import unpack, unswizzle_scales
 from fp4kit.quantized.container import PARTS, Quantized
 from fp4kit.recipes import ALIASES, ALL_RECIPES, PRODUCER_ALIASES, Recipe
@@ -359,6 +359,15 @@ def recipe_panel(r: Recipe) -> Panel:
         *((("versions", str(r.versions)),) if r.versions and not is_variant else ()),
     ]
     return Panel(f"Recipe {title(r)}", tuple(fact for fact in facts if fact[1]))
+
+
+def format_panel(f: ElementFormat) -> Panel:
+    """Return the panel of an element format: the columns of `fp4kit formats`."""
+    nan = "-" if f.specials == "none" else hex(f.nan_code) + (" and others, inf" if f.specials == "ieee" else "")
+    values = " ".join(f"{v:g}" for v in f.magnitudes) if len(f.magnitudes) <= 8 else f"{len(f.magnitudes)} magnitudes"
+    normal = f"{f.min_normal:g}" if not f.is_integer else "-"
+    facts = ("bits", str(f.bits)), ("largest", f"{f.max:g}"), ("smallest normal", normal)
+    return Panel(f.name, (*facts, ("smallest", f"{f.min_subnormal:g}"), ("NaN", nan), ("values", values)))
 
 
 def evidence_text(r: Recipe) -> str:

@@ -10,15 +10,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import astuple, dataclass, field
 from operator import attrgetter
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
 
 import ml_dtypes
 import numpy as np
 
 from fp4kit import arithmetic
-from fp4kit.arguments import as_flag
+from fp4kit.arguments import as_flag, suggestion
 from fp4kit.arithmetic import ieee
-from fp4kit.lazy import lazy_property
+from fp4kit.lazy import FUNCTIONS, lazy_property
 
 FLOATS = tuple(np.dtype(t) for t in (np.float32, np.float16, ml_dtypes.bfloat16))  # dtypes that quantize accepts
 FLT_MAX = np.finfo(np.float32).max
@@ -173,6 +173,10 @@ class ElementFormat:
 
     def __repr__(self) -> str:
         return self.name
+
+    def _repr_html_(self) -> str:
+        """Return the columns of `fp4kit formats` for this format as HTML, which notebooks display."""
+        return str(FUNCTIONS["ElementFormat._repr_html_"](self))
 
     @property
     def bits(self) -> int:
@@ -952,3 +956,10 @@ def __dir__() -> list[str]:
     """Return the names of the formats and their classes, so that completion shows no others."""
     kinds = (ElementFormat, BlockFormat, type)
     return [name for name, value in globals().items() if isinstance(value, kinds) and value is not NamedTuple]
+
+
+if not TYPE_CHECKING:  # type checkers would accept any attribute
+
+    def __getattr__(name: str) -> NoReturn:
+        near = suggestion(name, __dir__(), 3)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}{near}", name=name)

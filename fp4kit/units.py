@@ -9,9 +9,10 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
-from difflib import get_close_matches
 from functools import lru_cache
 from typing import Any, Literal, get_args
+
+from fp4kit.arguments import suggestion
 
 Order = Literal["exact", "float64", "float32-blocks", "dequantized", "mlx-cpu", "ggml-avx2", "ggml-avx2-repacked"]
 ORDERS: tuple[str, ...] = get_args(Order)
@@ -450,8 +451,7 @@ def _unit_hint(given: str) -> str:
     known = {id.translate(_SIGNS): id for id in UNITS}
     if found := _CARDS.get(plain) or known.get(plain) or known.get(plain.removesuffix("a")):
         return f"; {found} models {given}" if plain in _CARDS else f"; did you mean {found}?"
-    near = get_close_matches(given, UNITS, 3)
-    return f"; did you mean {' or '.join(near)}?" if near else ""
+    return suggestion(given, UNITS, 3)
 
 
 def unit_of(op: str, given: Any) -> Unit:

@@ -5,7 +5,6 @@ so that signals, closed pipes and errors end it with an exit code and one line o
 from __future__ import annotations
 
 import argparse
-import difflib
 import importlib
 import math
 import os
@@ -15,13 +14,13 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple, NoReturn
 
-from fp4kit.arguments import Flag, flag
+from fp4kit.arguments import Flag, flag, suggestion
 from fp4kit.cli.output import Output, OutputError, Stopped, say, write
 from fp4kit.storage.files import shown
 
@@ -321,12 +320,6 @@ class GroupedHelp(argparse.HelpFormatter):
                 lines.append(f"\n{'':{self._current_indent - 2}}{headings[command.dest]}:\n")
             lines.append(super()._format_action(command))
         return "".join(lines)
-
-
-def suggestion(name: str, known: Iterable[str]) -> str:
-    """Return ``; did you mean X?`` with the name X in ``known`` that is closest to ``name``, or "" if none is close."""
-    closest = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
-    return f"; did you mean {closest[0]}?" if closest else ""
 
 
 class HelpAll(argparse.Action):

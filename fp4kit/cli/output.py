@@ -18,6 +18,7 @@ import numpy as np
 from rich.cells import cell_len
 from rich.filesize import decimal
 
+from fp4kit.display import format_panel
 from fp4kit.formats import BLOCK_FORMATS, BNB_FP4, ELEMENT_FORMATS, MX4, NF4, ElementFormat
 from fp4kit.recipes import ALIASES, ALL_RECIPES, PRODUCER_ALIASES, Recipe, recipe
 from fp4kit.storage.files import dump_object, shown
@@ -367,7 +368,7 @@ def _encodes(text: str) -> bool:
 
 RECIPE_COLUMNS = ("recipe", "block", "scale rule", "equal bit for bit to", "evidence", "versions", "source")
 SHORT_COLUMNS = tuple(title for title in RECIPE_COLUMNS if title not in ("equal bit for bit to", "source"))
-FORMAT_COLUMNS = ("format", "bits", "largest", "smallest normal", "smallest", "NaN", "values")
+FORMAT_COLUMNS = ("format", *(title for title, _ in format_panel(NF4).facts))
 # ELEMENT_FORMATS, the codebooks, and the other elements of hierarchical formats
 LISTED_FORMATS = tuple(
     dict.fromkeys((*ELEMENT_FORMATS, NF4, BNB_FP4, MX4, *(r.element for r in ALL_RECIPES.values() if r.levels)))
@@ -439,29 +440,7 @@ def grouped_recipe_rows() -> list[tuple[str, ...]]:
 
 def format_rows() -> list[tuple[str, ...]]:
     """Return the table of element and scale formats, one row per format, with the columns FORMAT_COLUMNS."""
-    return [
-        (
-            f.name,
-            str(f.bits),
-            f"{f.max:g}",
-            f"{f.min_normal:g}" if not f.is_integer else "-",
-            f"{f.min_subnormal:g}",
-            _nan(f),
-            _values(f),
-        )
-        for f in LISTED_FORMATS
-    ]
-
-
-def _nan(f: ElementFormat) -> str:
-    """Return the NaN code of a format as hexadecimal text, or "-" if the format has no NaN."""
-    return "-" if f.specials == "none" else hex(f.nan_code) + (" and others, inf" if f.specials == "ieee" else "")
-
-
-def _values(f: ElementFormat) -> str:
-    """Return the magnitudes of a format as text, such as "0 0.5 1"; only their number if there are more than eight."""
-    listed = f.magnitudes
-    return " ".join(f"{v:g}" for v in listed) if len(listed) <= 8 else f"{len(listed)} magnitudes"
+    return [(f.name, *(text for _, text in format_panel(f).facts)) for f in LISTED_FORMATS]
 
 
 def block_rows() -> list[tuple[str, ...]]:

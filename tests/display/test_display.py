@@ -252,6 +252,7 @@ def test_print_of_levels():
     assert "  outer scales  float32, one per 1 x 64 elements, 0 to 1.16667\n" in text
     assert "float32 per 1 x 512 block, E8M0 per 1 x 32 block" in str(fp4kit.recipe("mxfp4-msmodelslim-dual"))
     assert "float32 per tensor, E4M3 per 1 x 16 block" in str(fp4kit.recipe("nvfp4-te"))
+    assert str(E4M3) == "E4M3" and {"448", "0.015625", "0x7f", "127 magnitudes"} <= {*Parsed(E4M3._repr_html_()).text}
     empty = fp4kit.quantize(x[:0], "hif4-amct")
     assert "exponent bits" not in str(empty) and "block scales" in str(empty)
 
