@@ -70,7 +70,8 @@ def evidence() -> str:
         f"Of {len(ALL_RECIPES)} recipes, {len(ALL_RECIPES) - known['derived']} are compared with recorded outputs of "
         f"the producer: {known['GPU']} of an H100 or H200, {known['CPU']} of its code on a CPU, {known['emulated']} "
         f"of its kernels executed on a CPU, and {known['reference']} of its reference implementation. No recipe is "
-        f"recorded on a Blackwell GPU. {known['derived']} recipe is derived from source code alone. `print(recipe)` says which holds."
+        f"recorded on a Blackwell GPU. {known['derived']} recipe is derived from source code alone. `print(recipe)` "
+        "says which holds."
     )
     return textwrap.fill(text, 110, break_on_hyphens=False) + "\n"
 
