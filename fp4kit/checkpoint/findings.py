@@ -37,7 +37,7 @@ from fp4kit.checkpoint.plan.source_layers import cache_troubles, doubtful_layers
 from fp4kit.checkpoint.selection import names, selection
 from fp4kit.contract.engine_table import SERVING, VERSIONS
 from fp4kit.formats import NVFP4, ElementFormat
-from fp4kit.storage.files import SafetensorsFile, TensorEntry, counted, listed, shown
+from fp4kit.storage.files import CheckpointError, SafetensorsFile, TensorEntry, counted, listed, shown
 
 
 def findings_of(model: Checkpoint, scalars: Mapping[str, float], rotated: Collection[str]) -> list[Issue]:
@@ -178,6 +178,18 @@ def judged_for(plan: Plan, issues: Iterable[Issue]) -> list[Issue]:
         return [*issues]
     own = f"{row.engine} {VERSIONS.get(row.engine)}"
     return [replace(one, severity="error") if one.loader == own and _is_obstacle(one) else one for one in issues]
+
+
+def check_engine(plan: Plan) -> None:
+    """Raise CheckpointError if the engine that the user named is known to reject or misread what a plan would write."""
+    row = plan.request.serving
+    own = (one for one in plan.findings if row and one.severity == "error" and one.loader.startswith(f"{row.engine} "))
+    if row and (one := next(own, None)):
+        raise CheckpointError(
+            f"--engine {row}: {shown(one.subject)}: {shown(one.sentence)}; nothing was written; use"
+            f" {requirements.other_schemes(row, plan.source.config)}, --keep for these layers, or --recipe and --format"
+            " in place of --engine"
+        )
 
 
 def asked(plan: Plan, issues: Iterable[Issue]) -> list[Issue]:

@@ -125,7 +125,8 @@ def fake_quantize_model(
         TypeError: settings come with a recipe or another option, or input_amaxes or input_global_scales without
             activations. Or an engine comes with an option that it determines.
         ValueError: a wildcard matches no parameter, or no parameter is left to quantize. The message lists names.
-        ValueError: fp4kit.servings() has no such engine, scheme or route; or inputs are missing, or not used by it.
+        ValueError: fp4kit.servings() has no such engine, scheme or route; or inputs are missing, or not used by it; or
+            the engine is known to reject or misread such a model.
         ValueError: the recipe or the format is unknown, the format cannot store the recipe, or a parameter is already
             fake-quantized or does not fit the recipe. After any error the model is unchanged.
         ValueError: activations are given, but no torch.nn.Linear is quantized, or input_amaxes has no amax for one of

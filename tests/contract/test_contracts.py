@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -9,9 +10,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import synthetic
+from exhaustive import exhaustive
 
 import fp4kit
 from fp4kit import Contract
+from fp4kit.checkpoint import convert
 from fp4kit.checkpoint.containers.configs import LOADED
 from fp4kit.checkpoint.containers.table import CONTAINERS
 from fp4kit.checkpoint.loaders import support
@@ -318,6 +322,55 @@ def test_parity_with_an_engine() -> None:
     assert any("activations" in text for text in other.contracts.differences)
     with pytest.raises(TypeError, match="rollout is missing; needs a contract, a model or tensors, or an"):
         fp4kit.parity(served)
+
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "dense": {"model_type": "qwen3"},
+    "llama": {"model_type": "llama"},
+    "moe": {"model_type": "qwen3_moe", "num_experts": 2},
+    "deepseek_v3": {"model_type": "deepseek_v3", "n_routed_experts": 2},
+    "stacked_moe": {"model_type": "qwen3_vl_moe_text", "num_experts": 2},
+    "llama4": {"model_type": "llama4_text", "num_local_experts": 2},
+    "gpt_oss": {"model_type": "gpt_oss", "num_local_experts": 2},
+}
+
+
+@pytest.mark.parametrize("family", ["moe", *exhaustive([one for one in FAMILIES if one != "moe"])])
+def test_all_functions_ask_the_table_of_engines(tmp_path: Path, family: str) -> None:
+    """Training in PyTorch and JAX, convert and the command refuse what an engine is known to reject or misread."""
+    torch, ft, fj = (pytest.importorskip(name) for name in ("torch", "fp4kit.torch", "fp4kit.jax"))
+    config, parent = FAMILIES[family], f"model.layers.0.mlp{'' if family in ('dense', 'llama') else '.experts.0'}"
+    w = {f"{parent}.{x}_proj": synthetic.random(x, (128, 128)) for x in ("gate", "up", "down")}
+    synthetic.write_model(tmp_path / "m", config, {f"{name}.weight": x for name, x in w.items()})
+    model = torch.nn.ModuleDict({f"{x}_proj": torch.nn.Linear(128, 128, False) for x in ("gate", "up", "down")})
+    for part in reversed(parent.split(".")):
+        model = torch.nn.ModuleDict({part: model})
+    model.bfloat16().config = config
+    params = {name: {"kernel": x.T} for name, x in w.items()}
+    for i, row in enumerate(row for row in ROWS if row.container in LOADED and row.engine in VERSIONS):
+        known, scale = {"engine": row.engine, "scheme": row.scheme}, 1.0 if row.input_scales == "static" else None
+        trains = {**known, "route": row.route, "inputs": scale and dict.fromkeys(w, scale)}
+        stores, paths = {**known, "format": row.format, "input_scale": scale}, [tmp_path / "m", tmp_path / f"{i}"]
+        options = [f"--{name.replace('_', '-')}={value}" for name, value in stores.items() if value is not None]
+        outcomes = [
+            is_refused(ft.fake_quantize_model, copy.deepcopy(model), **trains),
+            is_refused(fj.fake_quantize_model, params, config=config, **trains),
+            is_refused(convert, *paths, **stores),
+            main(["convert", str(paths[0]), f"{paths[1]}b", *options, "--quiet"]) == 2,
+        ]
+        status = support.cell(row.container, family, row.engine).status
+        wrong = status in ("fails", "wrong values")
+        assert status == "unknown" or outcomes == [wrong] * 4, (row, status, outcomes)
+        assert not wrong or {*tmp_path.glob(f"{i}*")} == set()
+
+
+def is_refused(function: Any, *args: Any, **options: Any) -> bool:
+    try:
+        function(*args, **options)
+    except ValueError as error:
+        assert "; use " in str(error)
+        return True
+    return False
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

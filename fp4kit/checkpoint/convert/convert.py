@@ -38,7 +38,7 @@ from fp4kit.checkpoint.convert.job import (
 )
 from fp4kit.checkpoint.convert.rows import refused_carry
 from fp4kit.checkpoint.executors import Options, Prefetcher, executor_of, pending_limit, run_all, start_devices
-from fp4kit.checkpoint.findings import findings_of_files, judged_for, opened, stored_issues
+from fp4kit.checkpoint.findings import check_engine, findings_of_files, judged_for, opened, stored_issues
 from fp4kit.checkpoint.model import model_files
 from fp4kit.checkpoint.model.doubts import CERTAIN, SWAPPED_NIBBLES, swapped_layers
 from fp4kit.checkpoint.model.slabs import SLAB_BYTES
@@ -291,8 +291,8 @@ def convert(
         A ConversionReport with the plan and what was done.
 
     Raises:
-        CheckpointError: before any work, if the plan cannot be made or ``destination`` cannot be written. During the
-            work, in these cases:
+        CheckpointError: before any work, if the plan cannot be made, ``destination`` cannot be written, or the
+            engine is known to reject or misread the result. During the work, in these cases:
 
             - A tensor to be quantized contains NaN or infinity, and ``nonfinite`` is "error".
             - The output cannot hold a scale.
@@ -406,6 +406,7 @@ def execute(plan: Plan, destination: str | Path, options: Options | None = None)
         CheckpointError: one of these cases:
 
             - Before any work: ``destination`` exists, has an unsuitable name or cannot be written.
+            - Before any work: the engine that the request names is known to reject or misread the result.
             - Before or during the work: the source has changed since the plan was made.
             - During the work: a value or scale is found that the plan's request does not allow, such as NaN with
               nonfinite="error".
@@ -420,6 +421,7 @@ def execute(plan: Plan, destination: str | Path, options: Options | None = None)
     if finished is not None:
         return finished
     check(plan, target, options.resume)
+    check_engine(plan)
     if options.executor is not None:
         return _execute(plan, target, options)
     with Prefetcher(plan.source.files, bytes_to_read(plan), options.progress or (lambda count: None)) as progress:

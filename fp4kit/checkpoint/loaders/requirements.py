@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
@@ -18,11 +18,12 @@ from fp4kit.checkpoint.containers.engines import Issue, finding
 from fp4kit.checkpoint.containers.table import CODES, DEEPSEEK_V4, INPUT_SCALE, SCALES, TENSOR_SCALE, Config, Container
 from fp4kit.checkpoint.containers.table import container as container_called
 from fp4kit.checkpoint.loaders.exclusions import READERS, container_of
-from fp4kit.checkpoint.loaders.support import engines_for, family_of, known_traps, split_experts
+from fp4kit.checkpoint.loaders.support import Cell, cell, engines_for, family_of, known_traps, split_experts
 from fp4kit.checkpoint.model.weights import Weight
 from fp4kit.checkpoint.selection.names import fused_groups, group_name, split_module
 from fp4kit.checkpoint.selection.selection import candidate, diffusers_class, model_facts
-from fp4kit.contract.engine_table import SERVING, SPLIT_EXPERTS
+from fp4kit.contract.engine_table import SERVING, SPLIT_EXPERTS, VERSIONS
+from fp4kit.contract.engines import Serving, servings
 from fp4kit.formats import FLT_MIN
 from fp4kit.storage.files import CheckpointError, shown
 
@@ -234,14 +235,34 @@ _EXPERTS_ALONE = {
 }
 
 
-def _traps(container: str, family: str, layers: Iterable[str]) -> Iterator[Issue]:
+def _trap(engine: str, container: str, family: str, layers: Iterable[str]) -> str:
+    """Return what is known to go wrong with these layers, as "wrong values: reason"; "" if nothing is."""
+    each = cell(container, family, engine) if container in LOADED and engine in VERSIONS else Cell("unknown")
+    of_experts = True if SPLIT_EXPERTS in each.note else _EXPERTS_ALONE.get((container, engine))
+    applies = of_experts in (None, *(container_of(layer) is not None for layer in layers))
+    return f"{each.status}: {each.note}" if applies and each.status in ("fails", "wrong values") else ""
+
+
+def fault_of(row: Serving, config: Config, layers: Iterable[str]) -> str:
+    """Return why an engine cannot serve these layers of a model, and what to do; "" if it is not known to fail."""
+    fault = _trap(row.engine, row.container, family_of(config), layers)
+    return fault and f"{row}, {family_of(config)} models: {fault}; use {other_schemes(row, config)}"
+
+
+def other_schemes(row: Serving, config: Config) -> str:
+    """Return engines and schemes that serve such a model, for a message: those of ``row``'s engine, or like its own."""
+    family, weights = family_of(config), row.scheme.partition("-")[0]
+    known = [one for one in servings() if one.container in LOADED and one.engine in engines_for(one.container, family)]
+    near = [one for one in known if one.engine == row.engine or one.scheme.partition("-")[0] == weights] or known
+    schemes = {engine: dict.fromkeys(one.scheme for one in near if one.engine == engine) for engine in SERVING}
+    return " or ".join(f"{engine} {', '.join(names)}" for engine, names in schemes.items() if names) or "another engine"
+
+
+def _traps(container: str, family: str, layers: Collection[str]) -> Iterator[Issue]:
     """Yield a warning for each engine that is known to reject or misread even a sound checkpoint in this container."""
-    experts = {container_of(layer) is not None for layer in layers}
     for engine, each in known_traps(container, family):
-        of_experts = _EXPERTS_ALONE.get((container, engine))
-        applies = of_experts is None or of_experts in experts
-        if SPLIT_EXPERTS not in each.note and each.status != "loads" and applies:
-            yield finding(engine, "warning", "model", f"{each.status}: {each.note}")
+        if SPLIT_EXPERTS not in each.note and (text := _trap(engine, container, family, layers)):
+            yield finding(engine, "warning", "model", text)
 
 
 REJECTS = "and rejects the layer"  # the end of a warning about an engine that cannot use a sound checkpoint
