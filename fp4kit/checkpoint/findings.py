@@ -254,10 +254,15 @@ def unlike_activations(
             yield Issue("error", name, text)
 
 
+def recorded_request(root: Path) -> Mapping[str, Any]:
+    """Return the request of the conversion that made a directory, from its manifest; {} if none is recorded."""
+    request = (model_files.load_manifest(root) or {}).get("request")
+    return request if isinstance(request, Mapping) else {}
+
+
 def recorded_activations(root: Path) -> tuple[Any, Any]:
     """Return (rule, unseen), the options by which the conversion computed input scales from measured activations."""
-    request = (model_files.load_manifest(root) or {}).get("request")
-    facts = request.get("activations") if isinstance(request, Mapping) else None
+    facts = recorded_request(root).get("activations")
     found = facts if isinstance(facts, Mapping) else {}
     rule, unseen = found.get("rule"), found.get("unseen")
     return rule if is_one_of(rule, RULES) else None, unseen if is_one_of(unseen, UNSEEN) else None

@@ -14,7 +14,7 @@ from fp4kit.checkpoint.containers.configs import MIXED, declared
 from fp4kit.checkpoint.containers.engines import comfy, mlx
 from fp4kit.checkpoint.convert.convert import ConversionReport
 from fp4kit.checkpoint.convert.job import MERGE, QUANTIZE, REQUANTIZE
-from fp4kit.checkpoint.findings import asked, engines_that_load, rejections_of
+from fp4kit.checkpoint.findings import asked, engines_that_load, recorded_request, rejections_of
 from fp4kit.checkpoint.loaders import support
 from fp4kit.checkpoint.model.inspect import inspect_checkpoint
 from fp4kit.checkpoint.model.model_files import CONFIG
@@ -23,7 +23,7 @@ from fp4kit.checkpoint.selection.names import ENGINE
 from fp4kit.checkpoint.verify.reencode import SampledError, sampled_error
 from fp4kit.checkpoint.verify.verify import VerifyReport
 from fp4kit.contract.engine_table import SERVING, VERSIONS
-from fp4kit.contract.engines import Serving
+from fp4kit.contract.engines import Serving, servings
 from fp4kit.storage.files import FLOAT_DTYPES, CheckpointError, counted, shown
 
 # format -> the engine for which it is made, for formats of which engine_table.py says nothing
@@ -125,7 +125,10 @@ def verified_serve_command(report: VerifyReport) -> str:
     form = report.formats[0] if len(report.formats) == 1 else MIXED.get(methods.pop()) if len(methods) == 1 else None
     if form is None:
         return ""
-    return serve_command(form, config, report.path, engines_that_load(form, config, report.issues))
+    request = recorded_request(report.path)
+    named = str(request.get("engine")).lower(), request.get("scheme"), form
+    row = next((one for one in servings() if (one.engine.lower(), one.scheme, one.container) == named), None)
+    return serve_command(form, config, report.path, engines_that_load(form, config, report.issues), row)
 
 
 def body_of(summary: Summary) -> dict[str, Any]:

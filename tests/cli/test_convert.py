@@ -197,6 +197,8 @@ def test_the_command_to_serve_is_that_of_the_named_engine(row: Serving, tmp_path
     found = [run(*command, "--dry-run").out, run(*command).out]
     said = re.sub(r"\n +", " ", found[1])
     assert f"\nserve: {SERVE[row.engine]}" in said
+    verified = re.sub(r"\n +", " ", run("verify", tmp_path / "o", "--source", tmp_path / "m").out)
+    assert row.engine == "MLX" or re.findall("serve: .*", said) == re.findall("serve: .*", verified)
     assert ("dequantize=True" in said) == (row.scheme == "fp8-channel-w8a16")
     declared = json.loads((tmp_path / "o" / "config.json").read_text())["quantization_config"]
     inputs = declared.get("config_groups", {}).get("group_0", {}).get("input_activations") or {"num_bits": 16}
