@@ -212,10 +212,9 @@ def make_plan(choice: QatChoice, weights: Sequence[TrainedWeight]) -> QatPlan:
     for fault in (fault for row in selected for fault in _faults(choice, row, form)):
         if fault:
             raise ValueError(f"{choice.op}: {fault}")
-    if choice.serving and choice.config:
-        fault = fault_of(choice.serving, choice.config, [row.layer for row in selected])
-        if fault:
-            raise ValueError(f"{choice.op}: {fault}, exclude= these layers, or recipe= and format= in place of engine=")
+    layers = [row.layer for row in selected]
+    if choice.serving and choice.config and (fault := fault_of(choice.serving, choice.config, layers)):
+        raise ValueError(f"{choice.op}: {fault}, exclude= these layers, or recipe= and format= in place of engine=")
     shares = form.has_tensor_scale if form is not None else choice.recipe.tensor_scaling == "tensor"
     shares = shares if choice.serving is None else choice.serving.shares_amax
     groups = shared_amax_groups(row.layer for row in selected) if shares else {}

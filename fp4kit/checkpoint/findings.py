@@ -173,10 +173,7 @@ def _is_obstacle(issue: Issue) -> bool:
 
 def judged_for(plan: Plan, issues: Iterable[Issue]) -> list[Issue]:
     """Return issues, with obstacles of the engine that the user named as errors, although verify warns of them."""
-    row = plan.request.serving
-    if row is None:
-        return [*issues]
-    own = f"{row.engine} {VERSIONS.get(row.engine)}"
+    own = plan.request.serving and f"{plan.request.serving.engine} {VERSIONS.get(plan.request.serving.engine)}"
     return [replace(one, severity="error") if one.loader == own and _is_obstacle(one) else one for one in issues]
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from fp4kit.arguments import flag
 from fp4kit.checkpoint.executors import Options, cluster
 from fp4kit.checkpoint.findings import lines_of, recorded_activations
-from fp4kit.checkpoint.loaders import support
+from fp4kit.checkpoint.loaders import requirements, support
 from fp4kit.checkpoint.model.inspect import inspect_checkpoint
 from fp4kit.checkpoint.plan.request import OPTIONS
 from fp4kit.checkpoint.plan.scale_search import RECORDED, ScaleSearch
@@ -238,8 +238,8 @@ def _contract(args: argparse.Namespace, out: Output) -> int:
         out.records(rows, {name: f"{{{name}}}" for name in shown_columns})
         out.document("engines/1", {"engines": rows})
         return DONE
-    row = serving_of("contract", args.engine, args.scheme, args.route, args.format) if args.engine else None
     stored = None if args.path is None else Contract.of(args.path)
+    row = _serving(args, "" if stored is None else str(stored.container).partition(" ")[0]) if args.engine else None
     found = stored if row is None else row.contract
     assert found is not None
     if args.out is not None:
@@ -255,9 +255,20 @@ def _contract(args: argparse.Namespace, out: Output) -> int:
             "where the stored contract and the engine differ:" if differs.differences else "nothing stated differs"
         )
         out.lines(map(shown, differs.differences))
-    body = {"contract": found.as_data(), "serving": facts or None}
+    misfit = ""
+    if row is not None and stored is not None and Path(args.path).is_dir():
+        model, is_static = inspect_checkpoint(args.path), stored.input_scales == "static"
+        misfit = requirements.misfit_of(row, stored.container, is_static, model.config or {}, model.layers)
+    out.lines([f"error: this checkpoint cannot be served so: {shown(misfit)}"] if misfit else [])
+    body = {"contract": found.as_data(), "serving": facts or None, "error": misfit or None}
     out.document("contract/1", {**body, "differences": None if differs is None else differs.differences})
-    return DONE
+    return DIFFERENT if misfit else DONE
+
+
+def _serving(args: argparse.Namespace, stored_format: str) -> Serving:
+    row = serving_of("contract", args.engine, args.scheme, args.route, args.format)
+    named = (row.engine, row.scheme, args.route or row.route, args.format or stored_format)
+    return next((one for one in servings() if (one.engine, one.scheme, one.route, one.format) == named), row)
 
 
 _SHOWN_OF_ENGINES = ("engine", "scheme", "route", "format", "weights", "activations", "product", "evidence")
@@ -311,8 +322,9 @@ COMMANDS = {
     "contract": Command(
         _contract,
         "Show what an engine computes in a quantized linear layer, or the contract of a checkpoint: the recipes of"
-        " weights and activations, the dtype of decoded weights, and the product. Exit codes: 0; 2 an error, such as"
-        " an engine or a scheme that fp4kit does not know.",
+        " weights and activations, the dtype of decoded weights, and the product. Exit codes: 0; 1 the"
+        " engine cannot serve the checkpoint by this scheme; 2 an error, such as an engine or a scheme that fp4kit does"
+        " not know.",
         {
             "fp4kit contract --list": "list engines and schemes",
             "fp4kit contract --engine transformers --scheme nvfp4-w4a4": "show what transformers computes",
@@ -326,7 +338,7 @@ COMMANDS = {
             flag("--engine", "the name of an engine, such as transformers", metavar="ENGINE"),
             flag("--scheme", "the formats of weights and activations, such as nvfp4-w4a4", metavar="SCHEME"),
             flag("--route", "how the engine loads or computes, as --list shows it (default: the first)"),
-            flag("--format", "the format of the checkpoint, as --list shows it (default: the first)"),
+            flag("--format", "the format of the checkpoint, as --list shows it (default: that of PATH, or the first)"),
             flag("--out", "write the contract to this file, for `fp4kit parity`", type=Path, metavar="FILE"),
         ],
     ),

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import synthetic
 from exhaustive import exhaustive
+from together import together
 
 import fp4kit
 from fp4kit import Contract
@@ -324,22 +325,17 @@ def test_parity_with_an_engine() -> None:
         fp4kit.parity(served)
 
 
-FAMILIES: dict[str, dict[str, Any]] = {
-    "dense": {"model_type": "qwen3"},
-    "llama": {"model_type": "llama"},
-    "moe": {"model_type": "qwen3_moe", "num_experts": 2},
-    "deepseek_v3": {"model_type": "deepseek_v3", "n_routed_experts": 2},
-    "stacked_moe": {"model_type": "qwen3_vl_moe_text", "num_experts": 2},
-    "llama4": {"model_type": "llama4_text", "num_local_experts": 2},
-    "gpt_oss": {"model_type": "gpt_oss", "num_local_experts": 2},
-}
+FAMILIES = {"dense": "qwen3", "llama": "llama", "moe": "qwen3_moe", "deepseek_v3": "deepseek_v3", "gpt_oss": "gpt_oss"}
+FAMILIES |= {"stacked_moe": "qwen3_vl_moe_text", "llama4": "llama4_text"}  # family -> model_type
 
 
 @pytest.mark.parametrize("family", ["moe", *exhaustive([one for one in FAMILIES if one != "moe"])])
 def test_all_functions_ask_the_table_of_engines(tmp_path: Path, family: str) -> None:
     """Training in PyTorch and JAX, convert and the command refuse what an engine is known to reject or misread."""
     torch, ft, fj = (pytest.importorskip(name) for name in ("torch", "fp4kit.torch", "fp4kit.jax"))
-    config, parent = FAMILIES[family], f"model.layers.0.mlp{'' if family in ('dense', 'llama') else '.experts.0'}"
+    config = {"model_type": FAMILIES[family], "num_experts": 0 if family in ("dense", "llama") else 2}
+    parent = f"model.layers.0.mlp{'.experts.0' * bool(config['num_experts'])}"
+    assert support.family_of(config) == family
     w = {f"{parent}.{x}_proj": synthetic.random(x, (128, 128)) for x in ("gate", "up", "down")}
     synthetic.write_model(tmp_path / "m", config, {f"{name}.weight": x for name, x in w.items()})
     model = torch.nn.ModuleDict({f"{x}_proj": torch.nn.Linear(128, 128, False) for x in ("gate", "up", "down")})
@@ -366,11 +362,42 @@ def test_all_functions_ask_the_table_of_engines(tmp_path: Path, family: str) -> 
 
 def is_refused(function: Any, *args: Any, **options: Any) -> bool:
     try:
-        function(*args, **options)
+        return not function(*args, **options)
     except ValueError as error:
-        assert "; use " in str(error)
-        return True
-    return False
+        return "; use " in str(error)
+
+
+MISFITS = [  # recipe and options of convert, engine, scheme, the container that is shown, the end of the error
+    ("nvfp4-modelopt --format modelopt", "vLLM", "nvfp4-w4a4", "modelopt NVFP4", "with --activations"),
+    ("mxfp4-ocp --format compressed-tensors", "vLLM", "mxfp8-w8a8", "compressed-tensors mxfp8-quantized", "its source"),
+    (
+        "nvfp4-modelopt --format modelopt",
+        "transformers",
+        "nvfp4-w4a16",
+        "compressed-tensors nvfp4-pack-quantized",
+        "wrong for it",
+    ),
+    (
+        "nvfp4-te --format compressed-tensors",
+        "transformers",
+        "nvfp4-w4a16",
+        "compressed-tensors nvfp4-pack-quantized",
+        "(transformers#48371)",
+    ),
+    ("nvfp4-te --format modelopt --input-scale 1", "vLLM", "nvfp4-w4a4", "modelopt NVFP4", ""),
+]
+
+
+@together("case", MISFITS)
+def test_a_scheme_must_fit_the_checkpoint(tmp_path: Path, capsys: Any, case: tuple[str, ...]) -> None:
+    made, engine, scheme, container, text = case
+    source = tmp_path / f"{made}-{engine}"
+    synthetic.moe(source)
+    assert main(["convert", str(source), f"{source}o", "--quiet", "--recipe", *made.split()]) == 0
+    assert main(["contract", f"{source}o", "--engine", engine, "--scheme", scheme]) == bool(text)
+    said = capsys.readouterr().out.splitlines()
+    assert said[-1].startswith("error: this checkpoint cannot be served so: ") == bool(text)
+    assert said[-1].endswith(text) and f"container: {container}" in said
 
 
 def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,7 +18,7 @@ from fp4kit.checkpoint.containers.engines import Issue, finding
 from fp4kit.checkpoint.containers.table import CODES, DEEPSEEK_V4, INPUT_SCALE, SCALES, TENSOR_SCALE, Config, Container
 from fp4kit.checkpoint.containers.table import container as container_called
 from fp4kit.checkpoint.loaders.exclusions import READERS, container_of
-from fp4kit.checkpoint.loaders.support import Cell, cell, engines_for, family_of, known_traps, split_experts
+from fp4kit.checkpoint.loaders.support import Cell, cell, engines_for, family_of, split_experts
 from fp4kit.checkpoint.model.weights import Weight
 from fp4kit.checkpoint.selection.names import fused_groups, group_name, split_module
 from fp4kit.checkpoint.selection.selection import candidate, diffusers_class, model_facts
@@ -249,20 +249,29 @@ def fault_of(row: Serving, config: Config, layers: Iterable[str]) -> str:
     return fault and f"{row}, {family_of(config)} models: {fault}; use {other_schemes(row, config)}"
 
 
+def misfit_of(row: Serving, held: str | None, has_inputs: bool, config: Config, layers: Iterable[str]) -> str:
+    """Return why an engine cannot serve a checkpoint in the container ``held`` by a scheme; "" if it may."""
+    if held not in LOADED or row.container not in LOADED:
+        return ""
+    if LOADED[held].kind != LOADED[row.container].kind:
+        return f"it is stored as {held}, and {row} loads {row.container}; name another scheme, or convert its source"
+    if row.input_scales == "static" and not has_inputs:
+        return f"it stores no input scales, which {row} reads; convert its source with --activations"
+    return _trap(row.engine, held, family_of(config), layers)
+
+
 def other_schemes(row: Serving, config: Config) -> str:
     """Return engines and schemes that serve such a model, for a message: those of ``row``'s engine, or like its own."""
     family, weights = family_of(config), row.scheme.partition("-")[0]
     known = [one for one in servings() if one.container in LOADED and one.engine in engines_for(one.container, family)]
     near = [one for one in known if one.engine == row.engine or one.scheme.partition("-")[0] == weights] or known
-    schemes = {engine: dict.fromkeys(one.scheme for one in near if one.engine == engine) for engine in SERVING}
-    return " or ".join(f"{engine} {', '.join(names)}" for engine, names in schemes.items() if names) or "another engine"
+    return ", ".join(dict.fromkeys(f"{one.engine} {one.scheme}" for one in near if one != row)) or "another engine"
 
 
 def _traps(container: str, family: str, layers: Collection[str]) -> Iterator[Issue]:
     """Yield a warning for each engine that is known to reject or misread even a sound checkpoint in this container."""
-    for engine, each in known_traps(container, family):
-        if SPLIT_EXPERTS not in each.note and (text := _trap(engine, container, family, layers)):
-            yield finding(engine, "warning", "model", text)
+    found = ((engine, _trap(engine, container, family, layers)) for engine in VERSIONS)
+    yield from (finding(one, "warning", "model", text) for one, text in found if text and SPLIT_EXPERTS not in text)
 
 
 REJECTS = "and rejects the layer"  # the end of a warning about an engine that cannot use a sound checkpoint

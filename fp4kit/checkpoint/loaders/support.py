@@ -143,14 +143,6 @@ def refusal(format: str, kind: str, family: str) -> str | None:
     return f"--format {format} with {kind}: {trouble}; {_way_out(kind, family)}"
 
 
-def known_traps(container_id: str, family: str) -> tuple[tuple[str, Cell], ...]:
-    """Return (engine, Cell) for every engine whose Cell has a note and a status other than "unknown"; () if none
-    has.
-    """
-    cells = ((engine, cell(container_id, family, engine)) for engine in VERSIONS)
-    return tuple((engine, each) for engine, each in cells if each.note and each.status != "unknown")
-
-
 # The algorithms of Model-Optimizer that vLLM loads in a mixture. Read in one version of vLLM, layers/quantization/
 # modelopt.py ModelOptMixedPrecisionConfig; a test of a later version expects all algorithms.
 _MIXABLE = ("modelopt NVFP4", "modelopt W4A16_NVFP4", "modelopt FP8")

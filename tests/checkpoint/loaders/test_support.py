@@ -107,12 +107,6 @@ def test_texts_of_refusals(format: str, kind: str, family: str, start: str, end:
     assert text.startswith(start) and text.endswith(end)
 
 
-def test_known_traps() -> None:
-    traps = dict(support.known_traps("compressed-tensors nvfp4-pack-quantized", "moe"))
-    assert {*traps} == {"vLLM", "SGLang", "transformers"} and traps["transformers"].status == "wrong values"
-    assert not support.known_traps("modelopt NVFP4", "deepseek_v4")  # nothing is known
-
-
 @together(
     "config, family",
     [
