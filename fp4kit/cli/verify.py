@@ -248,20 +248,18 @@ def _contract(args: argparse.Namespace, out: Output) -> int:
     out.lines(map(shown, str(found).splitlines()))
     out.lines(f"{name}: {facts[name]}" for name in ("version", "device", "product", "evidence", "needs") if facts)
     out.lines(f"{families}: {status}" for families, status in facts.get("loads", {}).items())
-    differs = None if row is None or stored is None else stored.diff(found)
-    if differs is not None:
+    differences = None if row is None or stored is None else stored.diff(found).differences
+    if differences is not None:
         out.line()
-        out.line(
-            "where the stored contract and the engine differ:" if differs.differences else "nothing stated differs"
-        )
-        out.lines(map(shown, differs.differences))
+        out.line("where the stored contract and the engine differ:" if differences else "nothing stated differs")
+        out.lines(map(shown, differences))
     misfit = ""
     if row is not None and stored is not None and Path(args.path).is_dir():
         model, is_static = inspect_checkpoint(args.path), stored.input_scales == "static"
         misfit = requirements.misfit_of(row, stored.container, is_static, model.config or {}, model.layers)
     out.lines([f"error: this checkpoint cannot be served so: {shown(misfit)}"] if misfit else [])
-    body = {"contract": found.as_data(), "serving": facts or None, "error": misfit or None}
-    out.document("contract/1", {**body, "differences": None if differs is None else differs.differences})
+    body = {"contract": found.as_data(), "serving": facts or None}
+    out.document("contract/1", {**body, "differences": differences, "error": misfit or None})
     return DIFFERENT if misfit else DONE
 
 
