@@ -289,8 +289,8 @@ class Options:
         resume: True to continue an interrupted run of the same plan.
         progress: called with the number of bytes of source tensors processed since its last call. These numbers add up
             to bytes_to_read(plan).
-        processes: True to use processes instead of threads where processes are faster (many workers, a large model). If
-            ``workers`` is None, at most 8 processes are used.
+        processes: True to use processes instead of threads where processes are faster (many workers, a large model). A
+            verification of 256 MiB then uses several. If ``workers`` is None, at most 8 processes are used.
 
     Raises CheckpointError if ``workers`` is neither None nor an integer of at least 1.
     """

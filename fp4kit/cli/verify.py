@@ -52,7 +52,7 @@ def _verify(args: argparse.Namespace, out: Output) -> int:
         _check_page(args.html, Path(args.path))
     ranks = {"tp": args.tp, "ep": args.ep}
     with cluster(args.dask) as executor:
-        options = Options(args.workers, executor, devices_of(args))
+        options = Options(args.workers, executor, devices_of(args), processes=True)
         default, recipes = recipes_of(args.recipe or ())
         prepared = prepare(
             args.path, args.source, default, options, search, args.ignore, activations, recipes, args.adapter, **ranks

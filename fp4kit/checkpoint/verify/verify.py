@@ -35,6 +35,7 @@ from fp4kit.checkpoint.plan.source_layers import expert_stacks, is_split, split_
 from fp4kit.checkpoint.selection.names import PATTERNS, RECIPE, first_match
 from fp4kit.checkpoint.verify import reencode
 from fp4kit.checkpoint.verify.reencode import Check, ReencodedLayer, Settings, Smoothing
+from fp4kit.cpu.library import num_threads
 from fp4kit.lazy import lazy_property
 from fp4kit.recipes import Recipe
 from fp4kit.recipes import recipe as find_recipe
@@ -459,12 +460,16 @@ _NO_LAYERS = (
 )
 
 
+FROM_BYTES, MOST_PROCESSES = 1 << 28, 8  # so many bytes are verified by more than one process
+
+
 def execute(prepared: Verification, options: Options | None = None) -> VerifyReport:
     """Execute a verification from ``prepare``: compare all values and files, and return the report."""
     options = options or Options()
     start_devices(options.devices, options.executor)
     tick = options.progress or (lambda count: None)
-    with executor_of(options.executor, options.workers or 1, bool(options.devices)) as executor:
+    workers = min(num_threads(), MOST_PROCESSES) if options.processes and prepared.nbytes >= FROM_BYTES else 1
+    with executor_of(options.executor, options.workers or workers, bool(options.devices)) as executor:
         found = list(reencode.run(prepared.checks, executor, tick))
         changed = []
         for stored, count in run_all(executor, deque((_copy_differs, pair) for pair in prepared.copies)):

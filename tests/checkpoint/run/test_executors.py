@@ -114,8 +114,12 @@ def test_the_command_takes_processes_for_large_models(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The command converts large models in processes, in each of which the compiled engine uses one thread."""
+    """The command converts large models in processes, in each of which the compiled engine uses one thread.
+
+    It verifies large models in one process per processor, without --workers.
+    """
     module, started = import_module("fp4kit.checkpoint.convert.convert"), list[Any]()
+    verify = import_module("fp4kit.checkpoint.verify.verify")
     start = executors._Worker.start
     monkeypatch.setattr(executors._Worker, "start", lambda worker: (started.append(worker), start(worker)))
     monkeypatch.setattr(module, "FROM_BYTES", 1)
@@ -124,6 +128,12 @@ def test_the_command_takes_processes_for_large_models(
     assert files_of(tmp_path / "out") == model[1]
     assert len(started) == 4 and not any(worker.is_alive() for worker in started)
     assert "wrote" in capsys.readouterr().out
+    monkeypatch.setattr(verify, "num_threads", lambda: 3)
+    for from_bytes, processes in ((1 << 28, 0), (1, 3)):
+        monkeypatch.setattr(verify, "FROM_BYTES", from_bytes)
+        started.clear()
+        assert main(["verify", str(tmp_path / "out"), "--source", str(model[0])]) == 0
+        assert len(started) == processes
 
 
 def test_a_worker_that_was_not_started_is_not_killed() -> None:
