@@ -127,16 +127,17 @@ class QatChoice:
 def engine_of(op: str, engine: Any, scheme: Any, route: Any, inputs: Any, given: Mapping[str, Any]) -> Serving:
     """Return the record for the arguments engine, scheme and route of fake_quantize_model.
 
-    inputs: the argument of this name. given: the arguments that the record replaces, of which none may be given.
+    inputs: the argument of this name. given: the arguments that the record replaces, of which only format may be given.
     """
     if engine is None:
         raise TypeError(f"{op}: scheme, route or inputs is given without an engine; pass engine='transformers' too")
-    wrong = [name for name, value in given.items() if value is not None]
+    wrong = [name for name, value in given.items() if value is not None and name != "format"]
     if wrong:
         raise TypeError(f"{op}: {', '.join(wrong)} cannot be given with an engine, which determines it; leave it out")
-    row = serving_of(op, engine, scheme, route, None)
+    row = serving_of(op, engine, scheme, route, given["format"])
     if (inputs is None) == (row.input_scales == "static"):
-        why = f"{row} reads stored input scales; pass inputs=collector, of fp4kit.torch.collect"
+        passed = "{layer: its largest input}, in PyTorch also a Collector of fp4kit.torch.collect"
+        why = f"{row} reads stored input scales; pass inputs={passed}"
         why = why if inputs is None else f"{row} stores no input scales; leave inputs out"
         raise ValueError(f"{op}: {why}")
     return row

@@ -192,7 +192,8 @@ def recipe_line(plan: Plan) -> str:
     """Return the line of the summary that names the recipes and says whether engines also quantize activations."""
     ids = [plan.recipe.id, *(one.id for _, one in plan.request.recipes)]
     chosen = f" ({plan.request.chosen})" if plan.request.chosen else ""
-    start = f"recipe: {', '.join(dict.fromkeys(ids))}{chosen}"
+    first, *others = dict.fromkeys(ids)
+    start = f"recipe: {', '.join([first + chosen, *others])}"
     if plan.carries_codes:
         start = f"recipe: that of the source, whose codes are kept{chosen}"
     inputs, row = _inputs(plan), plan.request.serving

@@ -160,8 +160,8 @@ def fake_quantize_model(
         served_dtype: the dtype to which loaders decode the weights, such as "bfloat16". The decoded values are rounded
             once to this dtype, and kept in the dtype of the array. None for the dtype of the array.
         engine, scheme, route: the engine that will serve the model, such as "transformers" and "nvfp4-w4a4", as in
-            fp4kit.serving. They determine recipe, format and served_dtype, which must be None, and what `inputs` of
-            the result computes.
+            fp4kit.serving. They determine recipe and served_dtype, which must be None, and what `inputs` of the result
+            computes. If the engine loads several formats, such as vLLM, pass the `format` to which you will convert.
         inputs: with an engine that reads stored input scales: layer -> the largest magnitude of its inputs.
 
     Returns:

@@ -107,7 +107,8 @@ def fake_quantize_model(
             once to this dtype, and kept in the dtype of the parameter. None for the dtype of the parameter.
         settings: a FakeQuantSettings, in place of `recipe`.
         engine, scheme, route: the engine that will serve the model, such as "transformers" and "nvfp4-w4a4", as in
-            fp4kit.serving. They determine recipe, format, activations and served_dtype, which must be None.
+            fp4kit.serving. They determine recipe, activations and served_dtype, which must be None. If the engine loads
+            several formats, such as vLLM, pass the `format` to which you will convert.
         inputs: with an engine that reads stored input scales: a Collector of fp4kit.torch.collect, a dict of layer ->
             amax, as input_amaxes, or the path of a checkpoint that stores them, such as that of an earlier conversion.
 

@@ -147,6 +147,15 @@ def test_training_goes_on_with_the_input_scales_of_a_checkpoint(tmp_path: Path) 
         trained(model_of("Llama", tmp_path / "base"), **again, inputs=inputs),
         trained(model_of("Llama", tmp_path / "base"), **again, inputs=tmp_path / "modelopt"),
     )
+    for format in ("modelopt", "compressed-tensors"):  # vLLM loads both, with other recipes
+        by_vllm = {"engine": "vLLM", "scheme": "nvfp4-w4a4", "format": format}
+        model = trained(model_of("Llama", tmp_path / "base"), **by_vllm, inputs=inputs)
+        model.save_pretrained(tmp_path / f"trained-{format}")
+        convert(
+            tmp_path / f"trained-{format}", tmp_path / f"vllm-{format}", **by_vllm, activations=Activations.of(inputs)
+        )
+        found = fp4kit.parity(model, tmp_path / f"vllm-{format}")
+        assert found.equal, str(found)
     with pytest.raises(ValueError, match="stores no input scales; give a Collector or a dict"):
         ft.fake_quantize_model(model_of("Llama", tmp_path / "base"), **known, inputs=tmp_path / "base")
 
