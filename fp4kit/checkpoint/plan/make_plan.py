@@ -189,6 +189,8 @@ def _warnings(plan: Plan) -> Iterator[str]:
     if plan.kv_cache.is_carried(plan.format):
         yield from (f"{shown(name)}: {why}" for _, name, why in cache_troubles(source.tensors))
     yield from declaration_warnings(plan.declarations, len(plan.kv_cache.tensors))
+    if plan.request.adapter is not None:
+        yield from plan.request.adapter.other_base(source.root, plan.config)
 
 
 def _warnings_on_layers(plan: Plan, quantized: list[str], kept: list[str]) -> Iterator[str]:

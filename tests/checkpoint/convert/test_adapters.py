@@ -21,6 +21,7 @@ from fp4kit.__main__ import main
 from fp4kit.checkpoint import ConversionReport, ScaleSearch, Wishes, convert, make_plan
 from fp4kit.checkpoint.executors import Options
 from fp4kit.checkpoint.model import slabs
+from fp4kit.checkpoint.plan.other_models import LoraAdapter
 from fp4kit.checkpoint.verify.verify import verify
 
 Q, V, DOWN = "model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.v_proj", "model.layers.1.mlp.down_proj"
@@ -309,6 +310,10 @@ def test_a_vanished_update_is_a_warning(root: Path, tmp_path: Path, capsys: pyte
     text = capsys.readouterr().out
     assert f"less than half of the update survived in 1 of 1 layers ({Q})" in text
     assert "side by side" in text
+    assert "was trained on a/model; check that the source is this model" in " ".join(text.split())
+    adapter = LoraAdapter.of(tmp_path / "adapter")
+    for base, config in (("A-Model", {}), ("base", {"_name_or_path": "a/model"})):
+        assert [*adapter.other_base(tmp_path / base, config)] == []
     assert f"--source {tmp_path / 'base'} --adapter {tmp_path / 'adapter'}" in text
     command[2] = str(tmp_path / "json")
     assert main([*command, "--adapter", str(tmp_path / "adapter"), "--json"]) == 0
