@@ -92,10 +92,14 @@ def _engines(report: ConversionReport) -> tuple[str, ...]:
     return engines_that_load(plan.format_name, plan.source.config, report.findings)
 
 
+def _classes(config: Mapping[str, Any]) -> list[str]:
+    found = config.get("architectures")
+    return [name for name in found if isinstance(name, str)] if isinstance(found, list) else []
+
+
 def _not_generative(config: Mapping[str, Any]) -> str:
     """Return the class of a model that does not generate text, such as "BertModel"; "" if the model does."""
-    classes = config.get("architectures")
-    names = [name for name in classes if isinstance(name, str)] if isinstance(classes, list) else []
+    names = _classes(config)
     generates = any(name.endswith(("ForCausalLM", "ForConditionalGeneration")) for name in names)
     return "" if generates else " or ".join(names) or "this model"
 
@@ -107,7 +111,8 @@ def serve_command(
     if row is not None:
         engines = (row.engine,) if row.engine in engines or row.engine not in SERVING else ()
     if "transformers" in engines and (row is not None or _not_generative(config)):
-        loader = "AutoModelForCausalLM" if "ForCausalLM'" in str(config.get("architectures")) else "AutoModel"
+        is_causal = any(name.endswith("ForCausalLM") for name in _classes(config))
+        loader = "AutoModelForCausalLM" if is_causal else "AutoModel"
         options = ", dtype='bfloat16'" * _decodes_to_bfloat16(format_name)
         if row is not None and row.route == "dequantize=True":
             options += f", quantization_config=transformers.CompressedTensorsConfig({row.route})"
