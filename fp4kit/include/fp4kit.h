@@ -22,11 +22,11 @@ extern "C" {
 
 enum { FP4KIT_FLOAT32, FP4KIT_FLOAT16, FP4KIT_BFLOAT16 };  // types of elements and values
 
-// What functions of keys return instead of an index: for the key "", which stands for a recipe without this rule, and
-// for a key that this library does not have, because it is misspelt or from another version of fp4kit.
+// Results of functions of keys that are no index. FP4KIT_NO_RULE is for the key "", which stands for a recipe without
+// this rule. FP4KIT_UNKNOWN_KEY is for a key that this library does not have: it is misspelt, or from another version.
 enum { FP4KIT_NO_RULE = -1, FP4KIT_UNKNOWN_KEY = -2 };
 
-// What functions return.
+// Status codes, the results of functions that compute.
 //   FP4KIT_OK            0: the result is valid
 //   FP4KIT_NO_RESULT     only the Python code computes it: NaN, infinities, extreme scales; or a table is missing
 //   FP4KIT_WRONG_INDEX   there is no rule, element, decoder or type with this number
