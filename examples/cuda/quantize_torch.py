@@ -4,10 +4,13 @@ import ctypes
 import sys
 from functools import cache
 
-import torch
-
 import fp4kit
 import fp4kit.cuda
+
+try:
+    import torch
+except ImportError:
+    sys.exit("quantize_torch.py: needs PyTorch and a GPU")
 
 RECIPE = "nvfp4-te"
 
