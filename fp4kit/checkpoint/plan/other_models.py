@@ -175,8 +175,9 @@ class LoraAdapter:
     def other_base(self, root: Path, config: Mapping[str, Any]) -> Iterator[str]:
         """Yield a warning if the model that the adapter's config names is not found in the paths of the source."""
         base = self.facts.get("base_model")
-        name = Path(base).name.lower() if isinstance(base, str) else ""
-        if name and not any(name in str(path).lower() for path in (root.resolve(), config.get("_name_or_path"))):
+        if not isinstance(base, str) or not (name := Path(base).name.lower()):
+            return
+        if not any(name in str(path).lower() for path in (root.resolve(), config.get("_name_or_path"))):
             yield f"{self.label}: was trained on {shown(base)}; check that the source is this model"
 
     def updates_of(self, weights: Mapping[str, Weight], config: Mapping[str, Any]) -> dict[str, LowRankUpdate]:
