@@ -32,7 +32,7 @@ from fp4kit.cpu.engine import COVERAGE_COLUMNS, uncovered_rows
 from fp4kit.evidence.golden.check import COLUMNS, agreement_rows
 from fp4kit.evidence.live.run import adapters, exceptions, found_equal
 from fp4kit.recipes import ALL_RECIPES, RECIPES, recipe
-from fp4kit.recipes.schema import PRODUCERS
+from fp4kit.recipes.schema import PRODUCERS, producer_of
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCS = (
@@ -89,29 +89,31 @@ SECTIONS = {  # {heading on the page of recipes: the first parts of the ids in t
 
 
 def recipes() -> str:
-    """Return a section for each group of formats, for the part "recipes": a table of the recipes, and notes below it.
+    """Return a section for each group of formats, for the part "recipes", with a table of the recipes of each producer.
 
-    A cell of the table holds the first sentence of what a recipe equals, and the notes hold the rest.
+    A cell of the table holds the first sentence of what a recipe equals, and the notes below it hold the rest.
     """
-    return "\n\n".join(_recipe_section(heading, formats) for heading, formats in SECTIONS.items())
+    parts = []
+    for heading, formats in SECTIONS.items():
+        found = defaultdict(list)
+        for row in grouped_recipe_rows():
+            if row[0].split("-")[0] in formats:
+                found[producer_of(row[0].split(" = ")[0].split(", ")[0])].append(row)
+        parts += [f"## {heading}", *(_producer_part(name, rows) for name, rows in found.items())]
+    return "\n\n".join(parts)
 
 
-def _recipe_section(heading: str, formats: tuple[str, ...]) -> str:
-    """Return the section with the recipes whose ids begin with one of `formats`."""
-    rows, notes = [], defaultdict(list)
-    for row in grouped_recipe_rows():
-        if row[0].split("-")[0] not in formats:
-            continue
-        names, *others = row
-        exact, evidence, versions = others[2].replace(f" ({others[4]})", ""), *others[3:5]
-        first, end, rest = exact.partition(". ")
+def _producer_part(name: str, rows: list[tuple[str, ...]]) -> str:
+    """Return the table of a producer's recipes of one section, with its notes."""
+    cells, notes = [], defaultdict(list)
+    for names, block, _, exact, evidence, versions, source in rows:
+        first, end, rest = exact.replace(f" ({versions})", "").partition(". ")
         if rest:
             notes[rest].append(names.split(" = ")[0])
-        marked = f"{first}{end.strip()} See the notes." if rest else first
-        rows.append((names, *others[:2], marked, evidence, versions, others[5]))
+        cells.append((names, block, f"{first}{end.strip()}", evidence, versions, source))
     listed = [f"- {', '.join(f'`{name}`' for name in names)}: {rest}." for rest, names in notes.items()]
-    below = ["", "Notes:", "", *listed] if listed else []
-    return "\n".join([f"## {heading}", "", markdown(RECIPE_COLUMNS, rows), *below])
+    table = markdown([title for title in RECIPE_COLUMNS if title != "scale rule"], cells)
+    return "\n".join([f"### {PRODUCERS[name].name}", "", table, *(["", *listed] if listed else [])])
 
 
 def agreement() -> str:
