@@ -64,16 +64,19 @@ MEASURED = (  # rows of the table of times: (operation, recipe)
 
 
 def evidence() -> str:
-    """Return the sentences that count the recipes by how their equality with the producer is known."""
+    """Return the table that counts the recipes by how their equality with the producer is known."""
     known = Counter(next(iter(recipe(id).evidence), "derived") for id in ALL_RECIPES)
-    text = (
-        f"Of {len(ALL_RECIPES)} recipes, {len(ALL_RECIPES) - known['derived']} are compared with recorded outputs of "
-        f"the producer: {known['GPU']} of an H100 or H200, {known['CPU']} of its code on a CPU, {known['emulated']} "
-        f"of its kernels executed on a CPU, and {known['reference']} of its reference implementation. No recipe is "
-        f"recorded on a Blackwell GPU. {known['derived']} recipe is derived from source code alone. `print(recipe)` "
-        "says which holds."
-    )
-    return textwrap.fill(text, 110, break_on_hyphens=False) + "\n"
+    kinds = {
+        "GPU": "compared with recorded outputs of an H100 or H200 (none of a Blackwell GPU)",
+        "CPU": "compared with recorded outputs of the producer's code on a CPU",
+        "emulated": "compared with recorded outputs of its kernels, executed on a CPU",
+        "reference": "compared with recorded outputs of its reference implementation",
+        "derived": "derived from its source code alone",
+    }
+    assert set(known) <= set(kinds)
+    rows = [(text, str(known[kind])) for kind, text in kinds.items()]
+    columns = ("how the equality with the producer is known", f"of {len(ALL_RECIPES)} recipes")
+    return f"{markdown(columns, rows)}\n\n`print(recipe)` says which holds.\n"
 
 
 SECTIONS = {  # {heading on the page of recipes: the first parts of the ids in that section}
