@@ -12,7 +12,6 @@ import json
 import re
 import subprocess
 import sys
-import textwrap
 from collections import Counter, defaultdict
 from dataclasses import replace
 from pathlib import Path
