@@ -91,18 +91,23 @@ SECTIONS = {  # {heading on the page of recipes: the first parts of the ids in t
 
 
 def recipes() -> str:
-    """Return a section for each group of formats, for the part "recipes", with a table of the recipes of each producer.
+    """Return an index and a section per group of formats, for the part "recipes": a table of each producer's recipes.
 
     A cell of the table holds the first sentence of what a recipe equals, and the notes below it hold the rest.
     """
-    parts = []
+    parts, index = [], []
     for heading, formats in SECTIONS.items():
         found = defaultdict(list)
         for row in grouped_recipe_rows():
             if row[0].split("-")[0] in formats:
                 found[producer_of(row[0].split(" = ")[0].split(", ")[0])].append(row)
         parts += [f"## {heading}", *(_producer_part(name, rows) for name, rows in found.items())]
-    return "\n\n".join(parts)
+        count = sum(id.split("-")[0] in formats for id in ALL_RECIPES)
+        names = ", ".join(PRODUCERS[name].name for name in found)
+        index.append(
+            (f"[{heading}](#{re.sub('[^a-z0-9 ]', '', heading.lower()).replace(' ', '-')})", str(count), names)
+        )
+    return "\n\n".join([markdown(("format", "recipes", "producers"), index), *parts])
 
 
 def _producer_part(name: str, rows: list[tuple[str, ...]]) -> str:
