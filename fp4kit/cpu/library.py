@@ -242,6 +242,7 @@ def _load(level: str) -> Any:
         ("ceil_x_amaxes", None, [c_void_p, c_int64, c_int32, c_int32]),
         ("matmul", None, [POINTER(ProductCall), c_int64, c_int32]),
         ("low_rank", None, [*[c_void_p] * 3, *[c_int64] * 3, c_int32]),
+        ("compare_stored", c_int64, [*[c_void_p] * 6, c_int64, c_int64, c_int32, c_float]),
         ("rotate", None, [POINTER(RotateCall)]),
         ("transpose", None, [c_void_p, c_void_p, c_int64, c_int64, c_int32, c_int32]),
     ):

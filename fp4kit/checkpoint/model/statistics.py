@@ -12,6 +12,7 @@ from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import reduce
 from math import log2, sqrt
+from operator import attrgetter
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -22,9 +23,21 @@ from fp4kit.arithmetic import ieee
 from fp4kit.arrays.imports import making_current, to_device
 from fp4kit.checkpoint.containers.table import Container
 from fp4kit.checkpoint.model.doubts import role_of
-from fp4kit.checkpoint.model.slabs import Readers, codes_of, decode, row_chunks, scales_of, slabs, values_of
+from fp4kit.checkpoint.model.slabs import (
+    Readers,
+    codes_of,
+    decode,
+    factors_of,
+    per_element,
+    row_chunks,
+    scales_of,
+    slabs,
+    values_of,
+    values_of_bytes,
+)
 from fp4kit.checkpoint.model.weights import Weight
 from fp4kit.checkpoint.selection.names import shared_amax_groups
+from fp4kit.cpu.engine import compare_stored
 from fp4kit.formats import FLT_MIN, ElementFormat
 from fp4kit.ops.amax import amax
 from fp4kit.storage.files import listed
@@ -98,9 +111,7 @@ class StoredCounts:
     smallest_scale: float = math.inf
 
     def __add__(self, other: StoredCounts) -> StoredCounts:
-        sums = {field.name: getattr(self, field.name) + getattr(other, field.name) for field in fields(StoredCounts)}
-        largest = {name: max(getattr(self, name), getattr(other, name)) for name in ("reach", "largest_scale")}
-        return StoredCounts(**{**sums, **largest, "smallest_scale": min(self.smallest_scale, other.smallest_scale)})
+        return total((self, other))
 
     @property
     def sqnr_db(self) -> float | None:
@@ -108,9 +119,14 @@ class StoredCounts:
         return sqnr_db(self.signal, self.noise) if self.compared else None
 
 
+_NAMES = tuple(field.name for field in fields(StoredCounts))
+_NOT_SUMS: dict[str, Any] = {"reach": max, "largest_scale": max, "smallest_scale": min}
+
+
 def total(parts: Iterable[StoredCounts]) -> StoredCounts:
     """Return the sum of the counts of several chunks or layers; all zeros if ``parts`` is empty."""
-    return sum(parts, StoredCounts())
+    columns = zip(*map(attrgetter(*_NAMES), parts), strict=True)
+    return StoredCounts(*(_NOT_SUMS.get(name, sum)(column) for name, column in zip(_NAMES, columns, strict=False)))
 
 
 class _Rows(NamedTuple):
@@ -131,6 +147,20 @@ class _Rows(NamedTuple):
         """The magnitude of the tensor scale; 1 if there is none."""
         return 1.0 if self.tensor_scale is None else abs(float(self.tensor_scale))
 
+    @property
+    def limits(self) -> npt.NDArray[np.float32]:
+        """The largest magnitude that each block can hold, rounded down."""
+        exact = self.magnitudes * float(self.form.element.max) * self.factor
+        largest = exact.astype(np.float32)
+        return np.where(largest > exact, np.nextafter(largest, np.float32(0)), largest)
+
+    def chunks(self) -> Iterator[tuple[slice, _Rows]]:
+        """Yield (slice of rows, these rows) for chunks that do not cut blocks."""
+        height = self.form.block[0]
+        for part in row_chunks(len(self.codes), self.codes.shape[1] * 8 // self.form.element.bits, height):
+            scales = self.scales[part.start // height : -(-part.stop // height)]
+            yield part, self._replace(codes=self.codes[part], scales=scales)
+
 
 @ieee("tally")
 def tally(
@@ -142,42 +172,60 @@ def tally(
     column_scale: npt.NDArray[np.float32] | None = None,
 ) -> StoredCounts:
     """Return counts of what the codes and scales of stored rows contain."""
-    height = form.block[0]
-    found = []
+    whole = _Rows(form, codes, scales, tensor_scale)
     with np.errstate(all="ignore"):
-        for part in row_chunks(len(codes), codes.shape[1] * 8 // form.element.bits, height):
-            rows = _Rows(form, codes[part], scales[part.start // height : -(-part.stop // height)], tensor_scale)
+        # What follows from a scale alone is computed once per scale byte.
+        table = None if form.scale is None else whole._replace(scales=np.arange(256, dtype=np.uint8)).limits
+        found = [_count_scales(whole)]
+        for part, rows in whole.chunks():
             counts, zero = _count_stored(rows)
-            if x is not None:
-                counts += _compare_with_source(rows, x[part].astype(np.float32, copy=False), zero, column_scale)
             found.append(counts)
+            if x is not None:
+                limits = rows.limits if table is None else table.take(rows.scales)
+                values = x[part].astype(np.float32, copy=False)
+                found.append(_compare_with_source(rows, values, zero, limits, column_scale))
     return total(found)
 
 
-def _count_stored(rows: _Rows) -> tuple[StoredCounts, npt.NDArray[np.bool_]]:
-    """Return (StoredCounts with the numbers that need no source, mask of the blocks that decode to zeros)."""
-    element, scale = rows.form.element, rows.form.scale
-    empty, values = _empty_blocks(rows.form, rows.codes), scales_of(rows.form, rows.scales)
-    zero, magnitudes, finite = empty | (values == 0), np.abs(values), np.isfinite(values)
+def _count_scales(rows: _Rows) -> StoredCounts:
+    """Return StoredCounts with the numbers that need only the block scales."""
+    scale = rows.form.scale
+    counts: Any = 1
+    values = rows.scales
+    if scale is not None:
+        of_bytes = np.bincount(rows.scales.reshape(-1), minlength=256)
+        values, counts = np.flatnonzero(of_bytes), of_bytes[of_bytes > 0]
+    values = scales_of(rows.form, values)
+    magnitudes, finite = np.abs(values), np.isfinite(values)
     min_normal = float(FLT_MIN) if scale is None else max(float(scale.min_normal), float(FLT_MIN))
-    used = magnitudes[finite & (magnitudes > 0)]
+    used = finite & (magnitudes > 0)
+    logs = np.rint(1024 * np.log2(np.where(used, magnitudes, 1), dtype=np.float64))
+    return StoredCounts(
+        blocks=rows.scales.size,
+        nan_scales=int(np.sum(~finite * counts)),
+        negative_scales=int(np.sum((values < 0) * counts)),
+        subnormal_scales=int(np.sum((used & (magnitudes < min_normal)) * counts)),
+        top_scales=0 if scale is None else int(np.sum((magnitudes == scale.max) * counts)),
+        scale_logs=int(np.sum(logs * counts)),
+        scaled_blocks=int(np.sum(used * counts)),
+        largest_scale=float(magnitudes.max(initial=0, where=finite)),
+        smallest_scale=float(magnitudes.min(initial=math.inf, where=finite)),
+    )
+
+
+def _count_stored(rows: _Rows) -> tuple[StoredCounts, npt.NDArray[np.bool_]]:
+    """Return (StoredCounts with the numbers that need codes but no source, mask of the blocks that decode to zeros)."""
+    element, empty = rows.form.element, _empty_blocks(rows.form, rows.codes)
+    values = scales_of(rows.form, rows.scales)
+    zero = empty | (values == 0)
     nan_codes = np.flatnonzero(np.isnan(element.values[: element.sign_bit])).tolist()
     return StoredCounts(
         elements=rows.codes.size * 8 // element.bits,
-        blocks=rows.scales.size,
         at_max=_count_codes(element, rows.codes, [element.max_code]),
         nan_codes=_count_codes(element, rows.codes, nan_codes),
-        nan_scales=int(np.count_nonzero(~finite)),
-        negative_scales=int(np.count_nonzero(values < 0)),
-        subnormal_scales=int(np.count_nonzero((magnitudes > 0) & (magnitudes < min_normal))),
-        top_scales=0 if scale is None else int(np.count_nonzero(magnitudes == scale.max)),
         zero_blocks=int(np.count_nonzero(zero)),
         zero_scales=int(np.count_nonzero(zero & ~empty)),
-        reach=_reach_of(rows, ~zero),
-        scale_logs=int(np.rint(1024 * np.log2(used, dtype=np.float64)).sum()),
-        scaled_blocks=used.size,
-        largest_scale=float(magnitudes.max(initial=0, where=finite)),
-        smallest_scale=float(magnitudes.min(initial=math.inf, where=finite)),
+        reach=_reach_of(rows, values, ~zero),
     ), zero
 
 
@@ -187,10 +235,9 @@ LARGEST_REACH = 65504.0
 SMALLEST_REACH = 2.0**-14
 
 
-def _reach_of(rows: _Rows, counted: npt.NDArray[np.bool_] | bool = True) -> float:
+def _reach_of(rows: _Rows, values: npt.NDArray[np.float32], counted: npt.NDArray[np.bool_] | bool = True) -> float:
     """Return the largest finite magnitude that an element can have under the given scales; 0 if no block counts."""
-    values = rows.magnitudes
-    largest = float(values.max(initial=0, where=np.isfinite(values) & counted))
+    largest = float(np.where(np.isfinite(values) & counted, np.abs(values), 0).max(initial=0))
     return largest * (rows.factor if math.isfinite(rows.factor) else 1.0) * float(rows.form.element.max)
 
 
@@ -199,12 +246,13 @@ def reach_and_lost_blocks(
 ) -> tuple[float, int]:
     """Return two numbers by which doubt_about judges the scales of stored rows."""
     rows = _Rows(form, codes, scales, tensor_scale)
-    reach, zero = _reach_of(rows), scales_of(form, scales) == 0
+    values = scales_of(form, scales)
+    reach, zero = _reach_of(rows, values), values == 0
     is_usual = SMALLEST_REACH <= reach <= LARGEST_REACH
     if is_usual and not zero.any():
         return reach, 0
     used = ~_empty_blocks(form, codes)
-    return reach if is_usual else _reach_of(rows, used), int(np.count_nonzero(zero & used))
+    return reach if is_usual else _reach_of(rows, values, used), int(np.count_nonzero(zero & used))
 
 
 def doubt_about(reach: float, lost: int) -> str:
@@ -246,40 +294,50 @@ def _reduced(form: Container, ufunc: np.ufunc, values: np.ndarray) -> np.ndarray
     return values
 
 
-def _per_element(form: Container, of_blocks: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """Return a matrix of ``shape`` in which every element has the value of its block."""
-    height, width = form.block
-    rows = of_blocks if height == 1 else np.repeat(of_blocks, height, axis=0)[: shape[0]]
-    return np.repeat(rows, width, axis=1)[:, : shape[1]]
-
-
 def _compare_with_source(
-    rows: _Rows, x: np.ndarray, zero: npt.NDArray[np.bool_], column_scale: npt.NDArray[np.float32] | None
+    rows: _Rows,
+    x: np.ndarray,
+    zero: npt.NDArray[np.bool_],
+    limits: npt.NDArray[np.float32],
+    column_scale: npt.NDArray[np.float32] | None,
 ) -> StoredCounts:
-    """Return StoredCounts with the numbers that compare stored rows with their source."""
-    form, codes = rows.form, codes_of(rows.form, rows.codes)
-    decoded = decode(form, codes, rows.scales, rows.tensor_scale)
-    exact = rows.magnitudes * float(form.element.max) * rows.factor
-    largest = exact.astype(np.float32)  # the largest magnitude that each block can hold, rounded down
-    largest = np.where(largest > exact, np.nextafter(largest, np.float32(0)), largest)
-    limits = _per_element(form, largest, x.shape)
-    if column_scale is not None:
-        decoded, limits = decoded * column_scale, limits * np.abs(column_scale)
-    signal, noise, nonfinite = _signal_and_noise(x, decoded)
-    saturated = codes[np.abs(x) > limits] & ~np.uint8(form.element.sign_bit) == form.element.max_code
-    flushed = _reduced(form, np.logical_or, _per_element(form, zero, x.shape) & (x != 0)) if zero.any() else zero
+    """Return StoredCounts with the numbers that compare stored rows with their source.
+
+    limits: the largest magnitude that each block can hold.
+    """
+    form = rows.form
+    signal, noise, nonfinite, saturated = _error_of(rows, x, limits, column_scale)
+    flushed = _reduced(form, np.logical_or, per_element(form, zero, x.shape) & (x != 0)) if zero.any() else zero
     is_small = _is_too_small(rows, x if column_scale is None else x / column_scale) if flushed.any() else flushed
     is_small = flushed & is_small
     return StoredCounts(
         compared=x.size,
         nonfinite=nonfinite,
-        saturated=int(np.count_nonzero(saturated)),
+        saturated=saturated,
         flushed_blocks=int(np.count_nonzero(flushed)),
         underflowed_blocks=int(np.count_nonzero(is_small)),
         emptied_blocks=int(np.count_nonzero(flushed & ~is_small & (scales_of(form, rows.scales) != 0))),
         signal=signal,
         noise=noise,
     )
+
+
+def _error_of(
+    rows: _Rows, x: np.ndarray, limits: npt.NDArray[np.float32], column_scale: npt.NDArray[np.float32] | None
+) -> tuple[float, float, int, int]:
+    """Return (sum of x^2, sum of (x - decoded)^2, number of non-finite x, number of saturated elements)."""
+    form = rows.form
+    if column_scale is None and form.block[0] == 1 and form.block[1] % 8 == 0 and form.arithmetic[1] == "F32":
+        scales = factors_of(form, rows.scales, rows.tensor_scale)
+        found = compare_stored(rows.codes, values_of_bytes(form), scales, limits, x)
+        if found is not None and math.isfinite(found[0]) and math.isfinite(found[1]):
+            return *found[:2], 0, found[2]
+    decoded = decode(form, rows.codes, rows.scales, rows.tensor_scale)
+    limits = per_element(form, limits, x.shape)
+    if column_scale is not None:
+        decoded, limits = decoded * column_scale, limits * np.abs(column_scale)
+    at_max = codes_of(form, rows.codes) & np.uint8(~form.element.sign_bit & 0xFF) == form.element.max_code
+    return *_signal_and_noise(x, decoded), int(np.count_nonzero(at_max & (np.abs(x) > limits)))
 
 
 def _is_too_small(rows: _Rows, x: np.ndarray) -> npt.NDArray[np.bool_]:

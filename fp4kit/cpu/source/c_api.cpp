@@ -452,6 +452,38 @@ FP4KIT_EXPORT void fp4kit_low_rank(const float* b, const float* a, float* out, i
   run_tiles(tiles.count(), threads, work);
 }
 
+// Compare `blocks` blocks of stored codes with their source x, both contiguous. `elements` has the values of the two
+// codes of each byte, or of the one. sums[0] gets the sum of x^2, and sums[1] that of (x - element * scale)^2. Return
+// the number of elements with |element| == top and |x| > limit of their block. `width`, the elements per block, is a
+// multiple of 8.
+FP4KIT_EXPORT i64 fp4kit_compare_stored(const u8* codes, const float* elements, const float* scales,
+                                        const float* limits, const float* x, double* sums, i64 blocks, i64 width,
+                                        i32 codes_per_byte, float top) {
+  double signal[8] = {}, noise[8] = {};
+  i64 saturated = 0;
+  for (i64 block = 0; block < blocks; ++block) {
+    for (i64 first = 0; first < width; first += 8, x += 8, codes += 8 / codes_per_byte) {
+      float values[8];
+      if (codes_per_byte == 2) {
+        for (int i = 0; i < 4; ++i) std::memcpy(values + 2 * i, elements + 2 * codes[i], 2 * sizeof(float));
+      } else {
+        for (int i = 0; i < 8; ++i) values[i] = elements[codes[i]];
+      }
+      i32 beyond = 0;
+      for (int i = 0; i < 8; ++i) {
+        const double source = x[i], error = source - static_cast<double>(values[i] * scales[block]);
+        signal[i] += source * source;
+        noise[i] += error * error;
+        beyond += (__builtin_fabsf(values[i]) == top) & (__builtin_fabsf(x[i]) > limits[block]);
+      }
+      saturated += beyond;
+    }
+  }
+  sums[0] = sums[1] = 0;
+  for (int i = 0; i < 8; ++i) sums[0] += signal[i], sums[1] += noise[i];
+  return saturated;
+}
+
 // Compute the matrix products C + A B^T of `count` calls with the additions of matrix units (matmul.h), and store each
 // product in the `out` of its call. At most `threads` threads share the work of all calls. The results do not depend on
 // their number.

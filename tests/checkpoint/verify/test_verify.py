@@ -199,13 +199,15 @@ def test_tally_is_that_of_single_elements(form: Container, dtype: type, monkeypa
         if form.block[0] > 1:
             columns -= int(rng.integers(0, 31))
         codes, scales, scale, x = draw(rng, form, rows, columns, case)
-        with np.errstate(all="ignore"):
+        with np.errstate(all="ignore"), monkeypatch.context() as numpy_alone:
             found, wanted = (count(form, codes, scales, scale, x.astype(dtype)) for count in (tally, naive))
-        sums = {name: (getattr(found, name), getattr(wanted, name)) for name in ("signal", "noise")}
-        for a, b in sums.values():
-            assert a == b or abs(a - b) <= 1e-9 * b
-        same = {name: 0.0 for name in sums}
-        assert StoredCounts(**{**vars(found), **same}) == StoredCounts(**{**vars(wanted), **same})
+            numpy_alone.setattr("fp4kit.checkpoint.model.statistics.compare_stored", lambda *arrays: None)
+            without = tally(form, codes, scales, scale, x.astype(dtype))
+        same = {"signal": 0.0, "noise": 0.0}
+        for one in (found, without):
+            for a, b in ((getattr(one, name), getattr(wanted, name)) for name in same):
+                assert a == b or abs(a - b) <= 1e-9 * b
+            assert replace(one, **same) == replace(wanted, **same)
         held = tally(form, codes, scales, scale)
         assert (held.compared, held.sqnr_db, held.zero_blocks) == (0, None, found.zero_blocks)
 
