@@ -462,19 +462,19 @@ def low_rank_product(b: np.ndarray, a: np.ndarray) -> np.ndarray:
 
 
 def compare_stored(
-    codes: np.ndarray, elements: np.ndarray, scales: np.ndarray, limits: np.ndarray, x: np.ndarray
+    codes: np.ndarray, elements: np.ndarray, top: float, scales: np.ndarray, limits: np.ndarray, x: np.ndarray
 ) -> tuple[float, float, int] | None:
     """Return (sum of x^2, sum of (x - element * scale)^2, number of saturated elements); None without the library.
 
     codes: stored bytes, whose values are `elements`, float32 (256, codes per byte). scales, limits: float32, one per
-    block of consecutive elements, a multiple of 8. An element is saturated if its magnitude is the largest of
-    `elements`, and |x| is beyond the limit of its block. x: float32.
+    block of consecutive elements, a multiple of 8. x: float32. An element is saturated if its magnitude is `top`, and
+    |x| is beyond the limit of its block.
     """
     found = library.library().functions
     if found is None:
         return None
     codes, scales, limits, x = map(np.ascontiguousarray, (codes, scales, limits, x))
-    sums, (_, per_byte), top = np.empty(2), elements.shape, np.nanmax(elements, where=np.isfinite(elements), initial=0)
+    sums, per_byte = np.empty(2), elements.shape[1]
     arrays = map(address, (codes, elements, scales, limits, x, sums))
     saturated = found.fp4kit_compare_stored(*arrays, scales.size, x.size // max(scales.size, 1), per_byte, top)
     return float(sums[0]), float(sums[1]), saturated

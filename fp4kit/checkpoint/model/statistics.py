@@ -328,8 +328,8 @@ def _error_of(
     """Return (sum of x^2, sum of (x - decoded)^2, number of non-finite x, number of saturated elements)."""
     form = rows.form
     if column_scale is None and form.block[0] == 1 and form.block[1] % 8 == 0 and form.arithmetic[1] == "F32":
-        scales = factors_of(form, rows.scales, rows.tensor_scale)
-        found = compare_stored(rows.codes, values_of_bytes(form), scales, limits, x)
+        scales, top = factors_of(form, rows.scales, rows.tensor_scale), float(form.element.max) * (1 + form.in_blocks)
+        found = compare_stored(rows.codes, values_of_bytes(form), top, scales, limits, x)
         if found is not None and math.isfinite(found[0]) and math.isfinite(found[1]):
             return *found[:2], 0, found[2]
     decoded = decode(form, rows.codes, rows.scales, rows.tensor_scale)
