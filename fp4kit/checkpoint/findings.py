@@ -25,7 +25,7 @@ from fp4kit.checkpoint.convert.job import RENAME, input_scale_of
 from fp4kit.checkpoint.loaders import exclusions, requirements, support
 from fp4kit.checkpoint.model import model_files, transforms
 from fp4kit.checkpoint.model.closed_world import lost_tensor_scales
-from fp4kit.checkpoint.model.doubts import LOST_CODES, tied_head
+from fp4kit.checkpoint.model.doubts import LOST_CODES, LOST_SCALES, tied_head
 from fp4kit.checkpoint.model.inspect import Checkpoint
 from fp4kit.checkpoint.model.slabs import Readers, scalar_of
 from fp4kit.checkpoint.model.statistics import StoredCounts, doubt_about
@@ -644,7 +644,9 @@ def emptiness_of(name: str, tally: StoredCounts, scale: ElementFormat | None, sh
         return
     low = 0.0 if scale is None else _NEAR_SMALLEST * float(scale.min_subnormal)
     tells = "verify with --source tells"
-    if not is_all_zero(tally) and tally.largest_scale <= low:
+    if 2 * tally.zero_scales > tally.blocks:
+        yield Issue("error", name, LOST_SCALES, count=tally.zero_scales)
+    elif not is_all_zero(tally) and tally.largest_scale <= low:
         yield Issue("error", name, _UNDERFLOWED_ALONE, count=tally.zero_blocks)
     elif not is_all_zero(tally):
         text = f"most blocks are zero, which is a fault unless the layer is sparse; {tells}; zero blocks"

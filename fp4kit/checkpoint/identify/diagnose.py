@@ -20,6 +20,7 @@ from fp4kit.checkpoint.convert.rows import saturated
 from fp4kit.checkpoint.identify import hypotheses, known_methods
 from fp4kit.checkpoint.identify.corruptions import StoredLayer, code_orders, within_ulps
 from fp4kit.checkpoint.identify.hypotheses import Hypothesis, LayerEvidence, Layout, MadeBy, MatchCount, SampleVerdict
+from fp4kit.checkpoint.model.doubts import LOST_SCALES
 from fp4kit.checkpoint.model.statistics import amax_and_nonfinite, sqnr_db
 from fp4kit.formats import E4M3, FLOATS, ElementFormat
 from fp4kit.layouts import packed, unpacked
@@ -382,6 +383,9 @@ def _nearest_or_cause(plain: Layout, trial: SampleVerdict, unnamed: bool, is_lik
     text = f"nearest is {name_of(trial.nearest.recipe)} with {percent(tally.share)} of bytes"
     text += f", if {mishaps}" * bool(mishaps)
     text = (_variation(plain) if unnamed else None) or text
+    scale = layer.recipe.scale
+    if scale is not None and 2 * np.count_nonzero(scale.values[layer.block_scale] == 0) > layer.block_scale.size:
+        text = LOST_SCALES
     likeness = known_methods.likeness_of(layer, x)
     correlation = None if likeness is None else round(likeness.correlation, 4)
     nearest = _unexplained(text, tally, unlike=not is_like, correlation=correlation)

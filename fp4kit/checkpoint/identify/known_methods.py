@@ -276,6 +276,8 @@ def is_rounded_near(plain: Layout) -> bool:
     kept = (factor > 0) & np.isfinite(sample.x)
     with np.errstate(all="ignore"):
         quotient, codes = ((part / factor)[kept] for part in (sample.x, sample.values))
+    if not codes.size:
+        return False
     low, near, high = (element.values[_nearest(quotient + shift, element)] for shift in (-0.5, 0, 0.5))
     within, nearest = np.mean((low <= codes) & (codes <= high)), np.mean(near == codes)
     return bool(within >= _WITHIN and nearest >= _NEAREST)

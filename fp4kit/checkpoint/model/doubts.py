@@ -331,8 +331,9 @@ LOST_CODES = "all codes are zero under block scales that differ, so the codes we
 LOST_COLUMNS = (
     "scales are zero in all rows of some columns of blocks, although the codes there are not, so the scales were lost"
 )
+LOST_SCALES = "most block scales are zero although their codes are not, so the values are lost"
 EMPTY = "all codes are zero, which is a fault unless the layer was pruned"
-CERTAIN = (LOST_CODES, LOST_COLUMNS)
+CERTAIN = (LOST_CODES, LOST_SCALES, LOST_COLUMNS)
 _FEWEST_ROWS = 16  # fewer rows do not show that a whole column of scales is zero
 _FEWEST_MAGNITUDES = 4  # equal scales are usual for weights with fewer magnitudes, such as ternary ones
 
@@ -412,15 +413,18 @@ def _doubts(sample: _Sample, slab: Slab, square: bool) -> Iterator[str]:
 
 
 def _lost(sample: _Sample) -> str:
-    """Return LOST_CODES, or LOST_COLUMNS if all rows of some columns of blocks, but not of all, have zero scales."""
+    """Return LOST_CODES, LOST_SCALES, or LOST_COLUMNS if all rows of some columns of blocks have zero scales."""
     scales = scales_of(sample.form, sample.stored)
     signless = sample.codes & np.uint8(~sample.form.element.sign_bit & 0xFF)
     if not signless.any() and scales.size and scales.min() < scales.max():
         return LOST_CODES  # zeros give all blocks of a recipe one scale
+    zero = sample.scales == 0
+    without_scale = zero & (sample.blocks.max(-1) > 0)
+    if 2 * np.count_nonzero(without_scale) > zero.size:
+        return LOST_SCALES
     if len(sample.scales) < _FEWEST_ROWS:
         return ""
-    zero = sample.scales == 0
-    lost, sound = (zero & (sample.blocks.max(-1) > 0)).all(0), (~zero).any(0)
+    lost, sound = without_scale.all(0), (~zero).any(0)
     return LOST_COLUMNS if lost.any() and sound.any() else ""
 
 

@@ -30,6 +30,7 @@ from fp4kit.checkpoint.containers.config_entries import REFUSED
 from fp4kit.checkpoint.containers.table import CONTAINERS, MODELOPT_AWQ, Container
 from fp4kit.checkpoint.model.doubts import (
     LOST_COLUMNS,
+    LOST_SCALES,
     SWAPPED_NIBBLES,
     declares_mixture,
     doubt_about_rows,
@@ -117,11 +118,13 @@ def test_rows_of_a_slab() -> None:
 
 
 def test_columns_without_scales() -> None:
-    """Zero scales of some columns of blocks are an error; scales that are all zero have another cause."""
+    """Zero scales of some columns of blocks, or of most blocks, are an error."""
     form, codes, scales = encoded("nvfp4-te", weights("normal"))
     lost = scales.copy()
     lost[:, 2] = 0
-    assert doubt(form, codes, lost) == LOST_COLUMNS != doubt(form, codes, np.zeros_like(scales))
+    assert doubt(form, codes, lost) == LOST_COLUMNS
+    assert doubt(form, codes, np.zeros_like(scales)) == LOST_SCALES
+    assert doubt(form, np.zeros_like(codes), np.zeros_like(scales)) == ""
 
 
 @recipes
