@@ -211,6 +211,23 @@ def as_path(op: str, path: Any) -> Path:
     return found
 
 
+# Other programs open files with these names as their own formats.
+_OTHER_SUFFIXES = tuple(".npz .npy .pt .pth .bin .ckpt .pkl .gguf .onnx .h5 .hdf5 .msgpack .json .zip .xml".split())
+
+
+def as_safetensors_path(op: str, path: Any) -> Path:
+    """Return the argument path, to which a safetensors file is written, as a Path.
+
+    Raise an error like as_path, and ValueError for the suffix of another format.
+    """
+    found = as_path(op, path)
+    if found.suffix.lower() in _OTHER_SUFFIXES:
+        raise ValueError(
+            f"{op}: path is {str(path)!r}, but a safetensors file is written; needs a name that ends in .safetensors"
+        )
+    return found
+
+
 class Flag(NamedTuple):
     """An option of a command. ``how`` are further arguments of argparse's add_argument."""
 

@@ -26,7 +26,7 @@ import numpy.typing as npt
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from fp4kit.arguments import as_entries, as_flag, as_float32, as_index, as_path, as_word
+from fp4kit.arguments import as_entries, as_flag, as_float32, as_index, as_path, as_safetensors_path, as_word
 from fp4kit.arithmetic import ieee
 from fp4kit.arrays.imports import cupy, import_arrays, on_device, to_host
 from fp4kit.formats import E4M3, NVFP4
@@ -680,16 +680,18 @@ class Collector:
         """Write a safetensors file, from which load returns an equal Collector. It appears only when it is complete.
 
         Args:
-            path: the file. An existing file is replaced. Equal contents give equal bytes.
+            path: the file, such as "activations.safetensors". An existing file is replaced. Equal contents give equal
+                bytes.
 
         Raises:
             TypeError: if path is not a path.
-            ValueError: if path does not end with the name of a file, or if an input on a GPU was NaN or infinite.
+            ValueError: if path does not end with the name of a file, or has the suffix of another format, such as .npz.
+            ValueError: if an input on a GPU was NaN or infinite.
             ValueError: if an expert was collected both under its own name and with ``expert=``, with different numbers
                 of columns.
             OSError: if the file cannot be written.
         """
-        target = as_path("save", path)
+        target = as_safetensors_path("save", path)
         data = encode(self._entries("save"), self.histogram)
         with whole_file(target) as temporary:
             write_file(temporary, data)

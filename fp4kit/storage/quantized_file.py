@@ -38,7 +38,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fp4kit.arguments import as_path
+from fp4kit.arguments import as_path, as_safetensors_path
 from fp4kit.arrays.imports import import_arrays, to_host
 from fp4kit.formats import FLOATS
 from fp4kit.quantized.container import PARTS, Quantized
@@ -78,13 +78,13 @@ def save(path: str | os.PathLike[str], arrays: Mapping[str, Quantized]) -> None:
     arrays are copied to the host part by part, and the call waits for the device.
 
     Args:
-        path: the file to write. An existing file is replaced.
+        path: the file to write, such as "w.safetensors". An existing file is replaced.
         arrays: {name: Quantized}, of any recipe, layout and shape.
 
     Raises:
         TypeError: if path is not a path, arrays is not a mapping, a value is not a Quantized, or a name is not a str.
-        ValueError: if path does not end with a file name, or a name is empty or contains a lone surrogate, which UTF-8
-            cannot encode.
+        ValueError: if path does not end with a file name, or has the suffix of another format, such as .npz or .pt.
+        ValueError: if a name is empty or contains a lone surrogate, which UTF-8 cannot encode.
         OSError: if the file cannot be written.
 
     Examples:
@@ -96,7 +96,7 @@ def save(path: str | os.PathLike[str], arrays: Mapping[str, Quantized]) -> None:
         >>> again.equals(q)
         True
     """
-    target = as_path("save", path)
+    target = as_safetensors_path("save", path)
     if not isinstance(arrays, Mapping):
         raise TypeError(f"save: arrays is a {type(arrays).__name__}; needs a dict of Quantized by their names")
     for name, q in arrays.items():

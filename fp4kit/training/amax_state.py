@@ -450,7 +450,7 @@ class AmaxState(Mapping[str, Any]):
 
     def save(self, path: str | os.PathLike[str], *, separator: str = ".", stacked: bool = False) -> None:
         """Write a safetensors file."""
-        path, stacked = arguments.as_path("save", path), arguments.as_flag("save", "stacked", stacked)
+        path, stacked = arguments.as_safetensors_path("save", path), arguments.as_flag("save", "stacked", stacked)
         if not arguments.is_one_of(separator, SEPARATORS):
             raise ValueError(f"save: separator is {separator!r:.60}; needs '.' or '_'")
         named = check("save", on_host(self.named))

@@ -11,6 +11,7 @@ from together import together
 
 import fp4kit
 from fp4kit import layouts
+from fp4kit.calibration import Collector
 from fp4kit.cpu import library
 from fp4kit.formats import E2M1
 from fp4kit.layouts import kv
@@ -248,6 +249,16 @@ def test_paths_without_a_name(path):
     for call in (lambda: fp4kit.save(path, {"w": Q}), lambda: fp4kit.load(path)):
         with pytest.raises(
             ValueError, match=r"^(save|load): path is '.?'; needs a path that ends with the name of a file"
+        ):
+            call()
+
+
+@pytest.mark.parametrize("path", ["w.npz", "W.PT", "a/w.gguf"])
+def test_paths_of_other_formats(path):
+    """A safetensors file named w.npz could be read neither by NumPy nor by fp4kit's commands."""
+    for call in (lambda: fp4kit.save(path, {"w": Q}), lambda: STATE.save(path), lambda: Collector().save(path)):
+        with pytest.raises(
+            ValueError, match=rf"^save: path is '{path}', but .* needs a name that ends in .safetensors$"
         ):
             call()
 
