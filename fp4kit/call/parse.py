@@ -229,11 +229,20 @@ def quantize_call(
         shape, r = call.moved.shape, call.recipe
         block_scale = inputs.parse_block_scale(op, block_scale, shape, r, call.layout)
         tensor_scale = inputs.parse_tensor_amax(op, tensor_scale, shape, r, call.on_device, "tensor_scale")
+        if options.hadamard is False and is_impossible(tensor_scale, call.x):
+            raise ValueError(f"{op}: tensor_scale holds NaN, although x is finite; needs tensor_scale >= 0")
         call = call._replace(block_scale=block_scale, tensor_scale=tensor_scale)
     if out is not None:
         call = call._replace(out=inputs.import_out(op, out))
         inputs.check_quantized_out(call)
     return call
+
+
+def is_impossible(tensor_scale: Any, x: Any) -> bool:
+    """Return whether a tensor scale is NaN although x is finite. Return False on a device."""
+    on_host = isinstance(tensor_scale, np.ndarray) and isinstance(x, np.ndarray)
+    with np.errstate(invalid="ignore"):  # a signaling NaN of bfloat16 would warn
+        return on_host and bool(np.isnan(tensor_scale).any() and np.isfinite(x).all())
 
 
 fake_call = partial(quantize_call, has_codes=False)

@@ -18,7 +18,7 @@ import numpy as np
 
 from fp4kit.arithmetic import ieee
 from fp4kit.arrays import imports
-from fp4kit.call.parse import check_float
+from fp4kit.call.parse import check_float, is_impossible
 from fp4kit.display import Panel, Shown
 from fp4kit.formats import Codebook
 from fp4kit.host.engine import compute_tensor_amax
@@ -526,6 +526,8 @@ def _variations(whole: CandidateAmaxes, candidates: Sequence[Recipe]) -> Iterato
     q = whole.q
     box = _box_at_start(q, PROBE)
     probe, part = box_of(q, box), whole.x[box]
+    if is_impossible(q.tensor_scale, whole.x) or is_impossible(probe.tensor_scale, part):
+        return  # quantize refuses such a scale
     transforms: list[Hadamard] = [False, True, "no_signs"] if q.moved_shape[-1] % HADAMARD_BLOCK == 0 else [False]
     is_nan = q.tensor_scale is not None and np.isnan(q.tensor_scale).any()
     fitting = [

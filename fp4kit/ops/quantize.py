@@ -82,7 +82,8 @@ def quantize(
             or have a fake_rule.
         block_scale: block scales to encode with, in scale_layout: uint8 bit patterns, float8_e4m3fn or float8_e8m0fnu.
         tensor_scale: the tensor scale to encode with, by which dequantize multiplies: float32, in any shape that
-            tensor_amax may have.
+            tensor_amax may have. 0 and infinity are accepted, and NaN if x holds NaN or infinity. Values on a GPU are
+            not read.
         out: a Quantized of the same recipe, shape, axis and layout, whose arrays are overwritten. The arrays must not
             share memory with x or with each other. If tensor_scale is given, out must have no tensor_amax, and the
             given scales are copied into out.
@@ -100,6 +101,7 @@ def quantize(
         ValueError: an amax has the wrong shape, is NaN or negative, or the recipe does not accept it.
         ValueError: rounding, seed or hadamard is invalid, or does not fit the recipe, x or each other.
         ValueError: scales are incomplete, have the wrong shape, or are passed together with an amax.
+        ValueError: a tensor scale is negative, or is NaN although x is finite and no hadamard is applied.
         ValueError: out does not fit the result, or shares memory with another array of the call.
         ValueError: arrays are on several devices.
         NotImplementedError: there is no CUDA kernel for the call, or only the specification computes the recipe and the

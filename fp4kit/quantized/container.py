@@ -378,7 +378,8 @@ class Quantized:
         ValueError: an array does not have the shape above; an array is None that the recipe needs, or the reverse; or
             arrays are on several devices.
         ValueError: on the host, a tensor scale or amax is negative, or is NaN although the recipe's rule never gives
-            NaN. Values on a device are not read.
+            NaN. Other NaN, infinite and zero scales are accepted, because quantize makes them from NaN, infinity and
+            zeros. Values on a device are not read.
     """
 
     packed: Any

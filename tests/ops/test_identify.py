@@ -246,6 +246,7 @@ def test_tensor_scales_that_are_nan(recipe, options):
     q = fp4kit.quantize(x, recipe, **options)
     q = replace(q, tensor_scale=np.full_like(q.tensor_scale, np.nan), tensor_amax=None)
     assert fp4kit.identify(q, x).verdict
+    assert "no recipe reproduces all bytes" in fp4kit.identify(q, np.nan_to_num(x)).verdict
 
 
 def test_formats_without_a_sign_bit():

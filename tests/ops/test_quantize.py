@@ -593,6 +593,7 @@ ERRORS = [
     ("mxfp4-ocp", FAKE | {"scale_layout": "swizzled_8x4"}, ValueError, "block_scale has shape (4, 2); mxfp4-ocp of"),
     ("nvfp4-te", TE | {"tensor_scale": -1.0}, ValueError, "tensor_scale holds 1 negative value(s) of 1; needs"),
     ("nvfp4-te-2d", TE | {"tensor_scale": np.nan}, ValueError, "tensor_scale holds 1 NaN value(s) of 1"),
+    ("nvfp4-te", TE | {"tensor_scale": np.nan}, ValueError, "tensor_scale holds NaN, although x is finite; needs tens"),
     ("nvfp4-te", TE | {"tensor_scale": np.ones(3)}, ValueError, "tensor_scale has shape (3,); nvfp4-te needs ()"),
     ("nvfp4-te", TE | {"tensor_scale": "a"}, TypeError, "tensor_scale is <U1; needs a real number or a float array"),
     ("nvfp4-te", TE | {"seed": 3}, ValueError, "seed was given with rounding='nearest'"),
