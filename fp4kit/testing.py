@@ -65,7 +65,7 @@ def assert_same_bits(
         >>> assert_same_bits(fp4kit.quantize(x, "nvfp4-te"), fp4kit.quantize(x, "nvfp4-te"))
         >>> assert_same_bits({"logits": x}, {"logits": x + np.float32(1e-6)})
         Traceback (most recent call last):
-        AssertionError: train and rollout differ: 1 of 1 layer differ; compared 16 of 16 elements in 1 layer
+        AssertionError: train and rollout differ: 1 of 1 layer differs; compared 16 of 16 elements in 1 layer
         tensor logits: first step that differs: value, 12 of 12 examined differing elements
           element [0, 0]: train 1.0 (0x3f800000) and rollout 1.000001 (0x3f800008)
     """

@@ -190,14 +190,15 @@ class Parity:
     def verdict(self) -> str:
         """The result in one line: how many layers differ or are equal, how many one side lacks, and what was compared.
 
-        For example, it begins with "3 layers and 1 input are equal in every bit" or "1 of 3 layers differ".
+        For example, it begins with "3 layers and 1 input are equal in every bit" or "1 of 3 layers differs".
         """
         counts: dict[str, list[int]] = {}  # noun -> [differing, compared]
         for layer in self.layers:
             of_noun = counts.setdefault(_NOUNS.get(layer.kind, "layer"), [0, 0])
             of_noun[0] += not layer.equal
             of_noun[1] += 1
-        values = sum(layer.values[0] for layer in self.differing), sum(layer.values[1] for layer in self.layers)
+        kinds = {layer.kind for layer in self.differing}  # norms, which are equal, have no part in the total
+        values = [sum(layer.values[i] for layer in self.layers if layer.kind in kinds) for i in (0, 1)]
         if values[0] and all(layer.same_codes and layer.step != "product" for layer in self.differing):
             parts = [
                 f"codes and scales are equal in all layers; {values[0]:,} of {values[1]:,} values differ by rounding,"
@@ -206,7 +207,7 @@ class Parity:
             ]
         elif self.differing:
             differing = [f"{n:,} of {counted(total, noun)}" for noun, (n, total) in counts.items() if n]
-            parts = [f"{_joined(differing)} differ"]
+            parts = [f"{_joined(differing)} {'differs' if len(self.differing) == 1 else 'differ'}"]
         else:
             equal = [counted(total, noun) for noun, (_, total) in counts.items()]
             parts = [f"{_joined(equal)} {'is' if len(self.layers) == 1 else 'are'} equal in every bit"]
@@ -254,14 +255,18 @@ class Parity:
         return Panel(title, columns=COLUMNS, rows=self.rows())
 
 
-_IN_BOTH = ": unknown in both contracts"
-
-
 def _in_one_line(uncertain: tuple[str, ...]) -> tuple[str, ...]:
-    """Return texts about unknown settings, with one text for all that are unknown in both contracts."""
-    names = [text.removesuffix(_IN_BOTH) for text in uncertain if text.endswith(_IN_BOTH)]
-    others = tuple(text for text in uncertain if not text.endswith(_IN_BOTH))
-    return (*others, ", ".join(names) + _IN_BOTH) if names else others
+    """Return texts about unknown settings, one for all settings that are unknown in the same contracts."""
+    alike: dict[str, list[tuple[str, str]]] = {}
+    for text in uncertain:
+        name, _, rest = text.partition(": ")
+        where, _, said = rest.partition("; the other says ")
+        alike.setdefault(where, []).append((name, said))
+    return tuple(
+        f"{', '.join(f'{name} ({said})' if said else name for name, said in found)}: {where}"
+        + "; the other says what is in parentheses" * bool(found[0][1])
+        for where, found in alike.items()
+    )
 
 
 _RARE = 1_000_000  # chance_of_a_miss is stated for one differing element in this many
@@ -275,9 +280,12 @@ def chance_of_a_miss(layers: Sequence[LayerParity]) -> str:
     differing = -(-total // _RARE)
     chance = prod(1 - compared / (total - i) for i in range(differing))
     row = max(1 - one.elements / one.total for one in layers)
+    fault, them = f"{differing:,} elements differ at random places", "all of them"
+    if differing == 1:
+        fault, them = "1 element differs at a random place", "it"
     return (
-        f"{total - compared:,} of {total:,} elements, which are not in the sample: if {differing:,} elements differ at"
-        f" random places, the sample misses all of them with a chance of {chance:.2g}; it misses a single differing row"
+        f"{total - compared:,} of {total:,} elements, which are not in the sample: if {fault}, the sample misses"
+        f" {them} with a chance of {chance:.2g}; it misses a single differing row"
         f" of a layer with a chance of up to {row:.2%}, and a fault in every row of a layer never"
     )
 

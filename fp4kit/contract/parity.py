@@ -263,7 +263,8 @@ class _Check:
         for i, name in enumerate(chosen):
             start = time.monotonic()
             if end is not None and i and start > end:
-                self.notes[f"{len(chosen) - i:,} layers, because {seconds:g} s had passed: {listed(chosen[i:])}"] = None
+                left = counted(len(chosen) - i, "layer")
+                self.notes[f"{left}, because {seconds:g} s had passed: {listed(chosen[i:])}"] = None
                 break
             found.append(self._layer(name))
             if end is not None:

@@ -66,9 +66,8 @@ def difference(a: Any, b: Any) -> str:
         variants = [f"{x[0]}: {difference(x[1], y[1])}" for x in only_a for y in only_b if _are_variants(x, y)]
         if variants and len(variants) == len(only_a) == len(only_b):
             return "; ".join(variants)
-        if only_a or only_b:
-            return f"only the first has {setting_text(only_a)}; only the second has {setting_text(only_b)}"
-        return "other order"
+        ends = (("first", only_a), ("second", only_b))
+        return "; ".join(f"only the {end} has {setting_text(one)}" for end, one in ends if one) or "other order"
     if isinstance(a, Unit) and isinstance(b, Unit) and a.id == b.id:
         return f"{a.id} with other values of {', '.join(_differing(a, b))}"
     return f"{setting_text(a)} and {setting_text(b)}"

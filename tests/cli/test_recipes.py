@@ -360,7 +360,7 @@ def test_a_mismatch_is_explained(files, capsys):
     arguments = ["parity", "train.json", "rollout.json", "--weights", "w.safetensors", "--elements", "64"]
     assert main(arguments) == 1
     out = capsys.readouterr().out
-    assert out.startswith("1 of 2 layers differ; compared 128 of 4,096 elements in 2 layers\n")
+    assert out.startswith("1 of 2 layers differs; compared 128 of 4,096 elements in 2 layers\n")
     assert "first step that differs: amax (tensor amax), 64 of 64 examined differing elements" in out
     assert "the largest of gate_proj, up_proj" in " ".join(out.split()) and "<- they part here" in out
     assert "setting: shared_amax: only the first has (gate_proj up_proj)" in out

@@ -134,7 +134,7 @@ def test_the_difference_of_every_setting_is_said_in_words():
     ]
     assert not found.uncertain and not found.equal
     assert "weights: nvfp4-te and none" in str(found)
-    assert "patterns: only the first has *.experts.*=mxfp4-ocp, *.router=unquantized; only the second" in str(found)
+    assert "patterns: only the first has *.experts.*=mxfp4-ocp, *.router=unquantized\n" in str(found)
     assert "shared_amax: only the first has (gate_proj up_proj), (k_proj q_proj v_proj)" in str(found)
     unsure = empty.diff(Contract(unknown=("unit", "activations")))
     assert unsure.differences == () and not unsure.equal

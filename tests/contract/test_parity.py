@@ -9,7 +9,7 @@ from exhaustive import half
 
 import fp4kit
 from fp4kit import Contract, parity
-from fp4kit.contract.compare_layer import products, why_no_products
+from fp4kit.contract.compare_layer import chance_of_a_miss, products, why_no_products
 from fp4kit.contract.sides import NO_CONTRACT, RowReader, Side, differing_bits, rows_of, same
 from fp4kit.formats import bit_patterns
 from fp4kit.layouts import swizzle_scales, unswizzle_scales
@@ -369,10 +369,15 @@ def test_a_time_limit_compares_fewer_elements_of_every_layer():
 
 
 def test_settings_that_nobody_states_are_one_line():
-    unknown = ("activations", "unit", "kv_cache")
-    found = parity(Contract("nvfp4-te", unknown=unknown), Contract("nvfp4-te", unknown=unknown[:2]), weights=DOWN)
+    unknown = ("activations", "unit", "kv_cache", "served_dtype")
+    found = parity(
+        Contract("nvfp4-te", unknown=unknown), Contract("nvfp4-te", unknown=unknown[:2]), weights=DOWN, elements=384
+    )
     assert found.equal and "unknown setting: activations, unit: unknown in both contracts\n" in str(found)
-    assert "unknown setting: kv_cache: unknown in the first contract; the other says none\n" in str(found)
+    alone = "unknown in the first contract; the other says what is in parentheses\n"
+    assert f"unknown setting: served_dtype (none), kv_cache (none): {alone}" in str(found)
+    chance = "not in the sample: if 1 element differs at a random place, the sample misses it with a chance of 0.97; "
+    assert chance in chance_of_a_miss(found.layers[:1])
 
 
 def test_only_compared_rows_of_a_reader_are_read():

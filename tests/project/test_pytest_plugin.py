@@ -44,7 +44,7 @@ def test_a_failure_shows_the_step_the_setting_and_one_element(pytester, engines)
         [
             "    def test_served_as_trained(fp4kit_engine):",
             ">       assert_same_bits(fake_quantizer, fp4kit_engine, weights=weights)",
-            "E       AssertionError: train and rollout differ: 1 of 1 layer differ; *",
+            "E       AssertionError: train and rollout differ: 1 of 1 layer differs; *",
             "E       weight mlp.up_proj: first step that differs: tensor scale*",
             "E         setting: recipe nvfp4-compressed-tensors in train and nvfp4-te-4over6-mse-448 in rollout *",
             "E         element ?0, *: train *(0x*) and rollout *(0x*, code 0x*, block scale 0x*)",

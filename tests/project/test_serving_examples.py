@@ -66,5 +66,5 @@ def test_the_policy_learns():
 def test_a_server_that_differs_is_noticed(monkeypatch):
     other = example.CONTRACT.stating(shared_amax=())
     monkeypatch.setattr(example, "refit", lambda masters, contract: example.quantized(masters, other))
-    with pytest.raises(SystemExit, match=r"^step 0: log-probabilities differ\n1 of 3 layers differ"):
+    with pytest.raises(SystemExit, match=r"^step 0: log-probabilities differ\n1 of 3 layers differs"):
         example.train(1)
