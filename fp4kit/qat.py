@@ -10,7 +10,7 @@ import difflib
 import re
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal
@@ -26,7 +26,7 @@ from fp4kit.contract.engine_table import TORCH
 from fp4kit.contract.engines import Serving, serving_of
 from fp4kit.recipes import Recipe, recipe_of, rules
 from fp4kit.recipes.schema import as_stored, decoding
-from fp4kit.storage.files import CheckpointError
+from fp4kit.storage.files import CheckpointError, similar_glob
 from fp4kit.training.settings import are_words
 
 ParameterKind = Literal["matrix", "stack", "convolution", "embedding", "conv1d"]
@@ -326,14 +326,15 @@ def _check_patterns(choice: QatChoice, names: Sequence[str]) -> None:
                 raise ValueError(f"{choice.op}: {argument}={pattern!r} matches no parameter; {near}")
 
 
-def similar(names: Sequence[str], patterns: Iterable[str]) -> str:
-    """Return text for an error message: up to three parameter names, those most similar to the wildcards first."""
+def similar(names: Sequence[str], patterns: Sequence[str]) -> str:
+    """Return text for an error message: a similar wildcard, and up to three parameter names, the most similar first."""
     if not names:
         return "the model has no parameters"
     near = [name for pattern in patterns for name in difflib.get_close_matches(pattern, names, n=3, cutoff=0)]
     shown = list(dict.fromkeys([*near, *names]))[:3]
     more = ", ..." * (len(names) > len(shown))
-    return f"its parameters are {', '.join(map(repr, shown))}{more}; correct the wildcard"
+    glob = next(filter(None, (similar_glob(pattern, names) for pattern in patterns)), "")
+    return f"{glob}its parameters are {', '.join(map(repr, shown))}{more}; correct the wildcard"
 
 
 def _warn_of_halves(op: str, rows: Sequence[TrainedWeight]) -> None:

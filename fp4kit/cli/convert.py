@@ -56,6 +56,7 @@ _OPTION_HINTS = {
     **dict.fromkeys(("--gpu", "--gpus", "--cuda"), "; use --device cuda"),
     **dict.fromkeys(("--block-size", "--group-size"), "; the recipe sets it; use --recipe"),
     **dict.fromkeys(("--quantization", "--quant", "-q"), "; use --recipe"),
+    "--exclude": "; use --keep",
     "--dtype": "; the recipe sets the format; --format bf16 decodes a quantized model",
     **dict.fromkeys(("--model", "-i", "--input"), "; name the source as the first path, SRC DST"),
 }

@@ -15,6 +15,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
 from functools import wraps
 from io import FileIO
 from math import prod
@@ -77,6 +79,19 @@ def listed(names: Sequence[str], limit: int = 3) -> str:
     """Return up to ``limit`` names as text for a message, such as "a, b, c and 2 more"; "" if there are no names."""
     shown_names = ", ".join(shown(name) for name in names[:limit])
     return shown_names if len(names) <= limit else f"{shown_names} and {len(names) - limit:,} more"
+
+
+def similar_glob(pattern: str, names: Sequence[str]) -> str:
+    """Return ``did you mean 'GLOB'?; `` with a similar glob that matches one of the names; "" if none is found."""
+    known = {part for name in names for part in name.split(".")}
+    parts = pattern.split(".")
+    for i, part in enumerate(parts):
+        if part not in known and not part.isdigit() and not set("*?[") & {*part}:
+            parts[i] = next(iter(get_close_matches(part, known, n=1)), part)
+    bare = ".".join(parts).removesuffix(".weight").removesuffix(".kernel")  # PyTorch's name and JAX's
+    globs = [f"{start}{bare}{end}" for start in ("", "*.") for end in ("", ".weight", ".kernel", ".*")]
+    found = next((glob for glob in globs if any(fnmatchcase(name, glob) for name in names)), None)
+    return "" if found is None else f"did you mean '{shown(found)}'?; "
 
 
 MAX_BYTES = 256 << 20  # far above real files: the largest published checkpoint index is below 20 MB

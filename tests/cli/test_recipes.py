@@ -186,6 +186,7 @@ def test_every_format_that_is_listed_has_values(capsys) -> None:
         (["convert", "a", "b", "--group-size", "32"], "argument --group-size; the recipe sets it; use --recipe; see"),
         (["verify", "q", "m"], "fp4kit verify: unrecognized argument m; did you mean --source m?\n"),
         (["convert", "a", "b", "--gpu"], "fp4kit convert: unrecognized argument --gpu; use --device cuda; see"),
+        (["convert", "a", "b", "--exclude", "x"], "unrecognized argument --exclude; use --keep; see"),
         (["help"], "fp4kit: argument COMMAND: there is no 'help'; did you mean --help?"),
         (["quantize", "a", "b"], "fp4kit: argument COMMAND: there is no 'quantize'; did you mean convert?"),
         (["convert", "a", "b", "--format", "vllm"], "there is no 'vllm'; leave --format out, which writes the format"),

@@ -111,7 +111,7 @@ def test_shapes_without_values():
 
 def test_errors():
     params = a_llama()
-    with pytest.raises(ValueError, match=r"parameters='\*.mpl.\*' matches no parameter; its parameters are '"):
+    with pytest.raises(ValueError, match=r"='\*.mpl.\*' matches no parameter; did you mean '\*.mlp.\*'\?; its"):
         fj.fake_quantize_model(params, "nvfp4-te", parameters=("*.mpl.*",))
     with pytest.raises(ValueError, match=r"matches no parameter; the model has no parameters$"):
         fj.fake_quantize_model({"a": {}}, "nvfp4-te")

@@ -37,7 +37,7 @@ from fp4kit.checkpoint.model.weights import Located, Weight, WeightRotation, wei
 from fp4kit.checkpoint.selection.names import join_module, shared_amax_groups, split_module
 from fp4kit.layouts import unpacked
 from fp4kit.recipes import ALL_RECIPES, RECIPES, Recipe, is_simple
-from fp4kit.storage.files import NUMPY_DTYPES, CheckpointError
+from fp4kit.storage.files import NUMPY_DTYPES, CheckpointError, similar_glob
 
 _HALVES = {"gate_proj": "up_proj", "up_proj": "gate_proj", "w1": "w3", "w3": "w1"}
 _SECOND = ("up_proj", "w3")
@@ -553,8 +553,8 @@ def _chosen(weights: Sequence[Weight], patterns: Sequence[str]) -> list[Weight]:
     for pattern in patterns:
         if not any(fnmatchcase(weight.name, pattern) for weight in weights):
             raise CheckpointError(
-                f"--layers {pattern}: matches no quantized layer; the first is {weights[0].name}; fp4kit inspect lists"
-                " all names"
+                f"--layers {pattern}: matches no quantized layer; {similar_glob(pattern, [w.name for w in weights])}"
+                f"the first is {weights[0].name}; fp4kit inspect lists all names"
             )
     return [weight for weight in weights if not patterns or any(fnmatchcase(weight.name, one) for one in patterns)]
 

@@ -37,6 +37,7 @@ from fp4kit.storage.files import (
     listed,
     parse_object,
     shown,
+    similar_glob,
 )
 from fp4kit.storage.gguf_file import GgufFile
 
@@ -99,7 +100,8 @@ def refused_in(items: Collection[Item], ignore: Collection[str] = ()) -> list[It
     """Return the refused items. Raise CheckpointError if a glob in ``ignore`` is useless (see check)."""
     for pattern in ignore:
         if not any(item.group == IGNORED and fnmatchcase(item.name, pattern) for item in items):
-            raise CheckpointError(f"--ignore {shown(pattern)}: matches nothing that is refused; leave it out")
+            near = similar_glob(pattern, [item.name for item in items if item.group in (IGNORED, REFUSED)])
+            raise CheckpointError(f"--ignore {shown(pattern)}: matches nothing that is refused; {near}leave it out")
     return [item for item in items if item.group == REFUSED]
 
 

@@ -22,7 +22,7 @@ from fp4kit.checkpoint.model.weights import Weight, WeightRotation
 from fp4kit.checkpoint.selection import names
 from fp4kit.checkpoint.selection.selection import Candidate
 from fp4kit.recipes import RECIPES, Recipe, several
-from fp4kit.storage.files import CheckpointError, SafetensorsFile, listed, parse_object, shown
+from fp4kit.storage.files import CheckpointError, SafetensorsFile, listed, parse_object, shown, similar_glob
 
 
 class LayerQuantization(NamedTuple):
@@ -80,7 +80,7 @@ class Mixture:
         known = [*modules, *copied]
         near = get_close_matches(pattern, known, n=3, cutoff=0.4) or known[:2]
         return (
-            f"matches no module; near names are {listed(near)};"
+            f"matches no module; {similar_glob(pattern, known)}near names are {listed(near)};"
             " a pattern must match a whole name, with its case and without .weight"
         )
 
@@ -244,8 +244,8 @@ def rotated_weights(
     unused = next((one for one in patterns if not any(fnmatchcase(module, one) for module in modules)), None)
     if unused is not None:
         raise CheckpointError(
-            f"--hadamard-only {shown(unused)}: matches no layer that is quantized; names are such as"
-            f" {listed(modules[:2])}; a pattern must match a whole name"
+            f"--hadamard-only {shown(unused)}: matches no layer that is quantized; {similar_glob(unused, modules)}"
+            f"names are such as {listed(modules[:2])}; a pattern must match a whole name"
         )
     chosen = {
         tensor: weight

@@ -18,7 +18,7 @@ from fp4kit.checkpoint.selection.names import ROLES as GGUF_ROLES
 from fp4kit.checkpoint.selection.names import STACKS as GGUF_STACKS
 from fp4kit.checkpoint.selection.presets import Likeness, check_like
 from fp4kit.lazy import lazy_property
-from fp4kit.storage.files import BLOCKED, DTYPE_BITS, FLOAT_DTYPES, CheckpointError, listed, shown
+from fp4kit.storage.files import BLOCKED, DTYPE_BITS, FLOAT_DTYPES, CheckpointError, listed, shown, similar_glob
 
 # In the Diffusers classes below, only linear layers of the numbered transformer blocks tolerate few bits. The
 # modulation layers in these blocks, which compute scales and shifts of norms, stay unquantized too. Source: diffusers
@@ -689,8 +689,8 @@ def _first_hit(option: str, pattern: str, weights: Sequence[Candidate]) -> tuple
     if first is None:
         names = [tensor.module for tensor in weights]
         raise CheckpointError(
-            f"{option} {pattern!r}: matches no module; names look like {listed(names, 2)}; "
-            "a pattern must match a whole name, with its case and without .weight"
+            f"{option} {pattern!r}: matches no module; {similar_glob(pattern, names)}"
+            f"names look like {listed(names, 2)}; a pattern must match a whole name, with its case and without .weight"
         )
     return first, hits
 

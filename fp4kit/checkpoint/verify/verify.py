@@ -40,7 +40,7 @@ from fp4kit.lazy import lazy_property
 from fp4kit.recipes import Recipe
 from fp4kit.recipes import recipe as find_recipe
 from fp4kit.recipes.table import from_data
-from fp4kit.storage.files import FLOAT_DTYPES, NUMPY_DTYPES, CheckpointError, listed, parse_object, shown
+from fp4kit.storage.files import FLOAT_DTYPES, NUMPY_DTYPES, CheckpointError, listed, parse_object, shown, similar_glob
 from fp4kit.storage.gguf_file import GgufFile, whole_path
 
 
@@ -361,6 +361,7 @@ def _check_patterns(checks: Iterable[Check], patterns: Sequence[str]) -> None:
     for i, pattern in enumerate(patterns):
         if i not in used:
             near = f"names are such as {listed([*names][:2])}" if names else "no layer is compared"
+            near = similar_glob(pattern, [*names]) + near
             raise CheckpointError(
                 f"--recipe {shown(pattern)}=...: decides about no layer that is compared with the source; {near};"
                 " a pattern must match a whole name, and the first match decides"

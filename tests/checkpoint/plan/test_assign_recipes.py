@@ -375,7 +375,10 @@ def test_the_first_pattern_decides(model: Path) -> None:
 
 
 REFUSED: dict[str, tuple[list[tuple[str, str]], dict[str, Any]]] = {  # part of the message -> (patterns, options)
-    "matches no module; near names are model.layers": ([("model.layers.0.mlp.down_prj", "nvfp4-te-2d")], {}),
+    "did you mean 'model.layers.0.mlp.down_proj'?; near": (
+        [("model.layers.0.mlp.down_prj", "nvfp4-te-2d")],
+        {},
+    ),
     "an earlier pattern, *.down_proj, matches all its layers": ([*DOWN, ("*0.mlp.down_proj", "nvfp4-te")], {}),
     "every module that it matches stays unquantized: model.embed_": ([("model.embed_tokens", "nvfp4-te-2d")], {}),
     "(q_proj|k_proj|v_proj): model.layers.0.self_attn.q_proj would get the recipe": ([("*.q_proj", "nvfp4-te-2d")], {}),

@@ -143,14 +143,25 @@ def test_patterns_match_stacks() -> None:
 
 
 @together("option", ["keep", "only"])
-@together("pattern", ["layers.9", "*.Experts.*", "*.experts.0.up_proj.weight", "", "*experts.[!0-9]*"])
-def test_patterns_that_match_nothing(option: str, pattern: str) -> None:
+@together(
+    "pattern, similar",
+    [
+        ("layers.9", ""),
+        ("*.Experts.*", "did you mean '*.experts.*'?; "),
+        ("*.experts.0.up_proj.weight", "did you mean '*.experts.0.up_proj'?; "),
+        ("gate_proj", "did you mean '*.gate_proj'?; "),
+        ("", ""),
+        ("*experts.[!0-9]*", ""),
+    ],
+)
+def test_patterns_that_match_nothing(option: str, pattern: str, similar: str) -> None:
     wishes = Wishes(**{option: ("*.mlp.*", pattern)})  # type: ignore[arg-type]
     refused_wishes(
         published.qwen3_moe(),
         wishes,
-        f"--{option} {pattern!r}: matches no module; names look like model.embed_tokens, model.norm and 63 more; "
-        "a pattern must match a whole name, with its case and without .weight",
+        f"--{option} {pattern!r}: matches no module; {similar}"
+        "names look like model.embed_tokens, model.norm and 63 more; a pattern must match a whole name, with its case"
+        " and without .weight",
     )
 
 
