@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
-from fp4kit import __version__, startup
+from fp4kit import __all__, __version__, startup
 from fp4kit.cli import command
 from fp4kit.cli.output import Output
 
@@ -51,10 +51,11 @@ _EXAMPLES = {
 }
 # name that users may try although it is no command -> the end of the error message
 _HINTS = {
+    **{name: f"; in Python, help(fp4kit.{name}) describes it" for name in __all__ if name.islower()},
     "help": "; did you mean --help?",
     "version": "; did you mean --version?",
     "quantize": "; did you mean convert?",
-    "list": "; did you mean recipes?",
+    **dict.fromkeys(("list", "recipe"), "; did you mean recipes?"),
     "info": "; did you mean inspect?",
     "show": "; did you mean inspect?",
     "check": "; did you mean verify?",

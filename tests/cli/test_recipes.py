@@ -186,6 +186,10 @@ def test_every_format_that_is_listed_has_values(capsys) -> None:
         (["convert", "a", "b", "--group-size", "32"], "argument --group-size; the recipe sets it; use --recipe; see"),
         (["verify", "q", "m"], "fp4kit verify: unrecognized argument m; did you mean --source m?\n"),
         (["convert", "a", "b", "--gpu"], "fp4kit convert: unrecognized argument --gpu; use --device cuda; see"),
+        (
+            ["explain", "a"],
+            "COMMAND: there is no 'explain'; in Python, help(fp4kit.explain) describes it; see fp4kit --help",
+        ),
         (["convert", "a", "b", "--exclude", "x"], "unrecognized argument --exclude; use --keep; see"),
         (["help"], "fp4kit: argument COMMAND: there is no 'help'; did you mean --help?"),
         (["quantize", "a", "b"], "fp4kit: argument COMMAND: there is no 'quantize'; did you mean convert?"),
