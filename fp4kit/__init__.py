@@ -160,8 +160,8 @@ else:  # type checkers would accept any attribute of a module with __getattr__
 
 
 def __dir__() -> list[str]:
-    """Return the names that dir(fp4kit) and completion show: the public names, __version__ and layouts."""
-    return [*__all__, "__version__", "layouts"]
+    """Return the names that dir(fp4kit) and completion show: the public names, __version__ and the modules."""
+    return [*__all__, "__version__", "formats", "layouts", *_MODULES]
 
 
 FUNCTIONS.update(  # methods of Quantized and Recipe call these functions; see lazy.py
@@ -178,6 +178,7 @@ FUNCTIONS.update(  # methods of Quantized and Recipe call these functions; see l
         "Quantized.__str__": text_of,
         "Quantized._repr_html_": html_of,
         "Recipe.panel": panel,
+        "Recipe.title": lambda recipe: import_module("fp4kit.recipes.table").title(recipe),
         "Recipe.evidence": lambda recipe: import_module("fp4kit.evidence.live.run").evidence_of(recipe),
         "parity.open": lambda *arguments: import_module("fp4kit.checkpoint.contract").opened(*arguments),
         "parity.live": lambda model, recipe=None: import_module("fp4kit.torch.live").of_module(model, recipe=recipe),

@@ -302,7 +302,9 @@ def report(engine: selftest.ComparedEngine, golden: GoldenSet | None, quick: boo
     out.lines(filter(None, [golden.note if golden is not None else ""]))
     values, differing = (sum(getattr(f.outcome, name) for f in finished) for name in ("values", "differing"))
     errors = sum(bool(f.error) for f in finished)
-    out.line(f"{values:,} values compared, {differing:,} differ, {errors} errors; {time.perf_counter() - start:.0f} s")
+    out.line(
+        f"{values:,} values compared, {differing:,} differ, {errors} errors; {time.perf_counter() - start:.0f} s in all"
+    )
     body = {"cases": len(finished), "values": values, "differing": differing, "errors": errors}
     out.document("selftest/1", {**body, "differs": failures, "left_out": left_out})
     return 1 if wrong or not values else 0

@@ -159,6 +159,7 @@ def search_scales(
         (..., M, K/16), with `axis` last. Pass them as quantize(x, recipe, axis=axis, tensor_amax=amax,
         block_amax=found). Unless amax is extremely small or large, this gives the scale codes of c. For a recipe
         without block scales: float32 in the shape of tensor_amax, to be passed as quantize(..., tensor_amax=found).
+        An amax that depends on a NaN or an infinity of x may be NaN, which quantize refuses.
 
     Raises:
         TypeError: x has a dtype other than these three.

@@ -172,7 +172,10 @@ def moved_to(q: Quantized, target: Any) -> Quantized:
         needed = "'numpy', 'cupy', 'torch', 'jax', or a device such as 'cpu' or 'cuda:0'"
         raise ValueError(f"Quantized: to({target!r}); needs {needed}")
     if name in ("cpu", "cuda") and returns.library_of(q.packed) is returns.TORCH:
-        return q.with_parts(lambda tensor: tensor.to(str(target)))
+        try:
+            return q.with_parts(lambda tensor: tensor.to(str(target)))
+        except (AssertionError, RuntimeError) as error:  # PyTorch without CUDA, or a device that does not exist
+            raise RuntimeError(f"Quantized: to({target!r}): {error}") from error
     if name in ("torch", "jax"):
         return _given_to(q.imported(), name)
     return on_host(q) if name in ("numpy", "cpu") else _on_gpu(q.imported(), int(number) if number else None)

@@ -285,8 +285,8 @@ class Recipe:
         check_recipe(self)
 
     def __repr__(self) -> str:
-        """Return "Recipe('id')", where id is the id of the recipe."""
-        return f"Recipe({self.id!r})"
+        """Return "Recipe('id')", or for a variant of a listed recipe, "Recipe('id with field=value')"."""
+        return f"Recipe({FUNCTIONS['Recipe.title'](self)!r})"
 
     def __str__(self) -> str:
         """Return a description of the recipe in several lines of text, which print() shows."""

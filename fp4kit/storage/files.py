@@ -175,6 +175,10 @@ def whole_file(path: Path) -> Iterator[Path]:
     try:
         yield temporary
         temporary.replace(path)
+    except OSError as error:
+        if temporary.name not in str(error):
+            raise
+        raise type(error)(error.errno, error.strerror, str(path)) from None  # nobody knows the temporary file
     finally:
         temporary.unlink(missing_ok=True)
     sync_directory(path.parent)

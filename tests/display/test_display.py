@@ -274,6 +274,7 @@ def test_reprs_stay_one_line():
         if not isinstance(value, fp4kit.Comparison | fp4kit.Identification):
             assert "\n" not in repr(value) and "\n" in str(value)
     assert repr(fp4kit.recipe("nvfp4")) == "Recipe('nvfp4-te')"
+    assert repr(replace(fp4kit.recipe("nvfp4-te"), rounding="rz")) == "Recipe('nvfp4-te with rounding=rz')"
 
 
 # ---- HTML ----

@@ -214,6 +214,9 @@ def test_invalid_paths_are_rejected(tmp_path):
     text = f"{tmp_path}/missing/a: there is no folder {tmp_path}/missing; create it first"
     with pytest.raises(FileNotFoundError, match=f"^{re.escape(text)}$"):
         fp4kit.save(tmp_path / "missing" / "a", {})
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(IsADirectoryError, match=f"'{tmp_path}/folder'$"):  # and not the temporary file beside it
+        fp4kit.save(tmp_path / "folder", {})
     with pytest.raises(FileNotFoundError, match=r"^load: .*/missing does not exist; a file that fp4kit.save wrote is"):
         fp4kit.load(tmp_path / "missing")
     with pytest.raises(ValueError, match=f"^load: {tmp_path}: not a regular file; a safetensors file is needed$"):

@@ -365,6 +365,8 @@ def _open_file(path: Path) -> Source:
         return Source(path, config_of(parts[0].metadata), None, parts)
     if path.suffix.lower() == ".safetensors" and resolved(path).is_file() and not _is_part_of_model(path):
         return Source(path, {}, None, (read_header(resolved(path), path.name),))
+    if path.suffix.lower() == ".safetensors" and resolved(path).is_file():
+        raise CheckpointError(f"{path}: is a part of a model{hint_on_path(path)}")
     if resolved(path).exists():
         raise CheckpointError(f"{path}: is a file; a Hugging Face model directory is needed{hint_on_path(path)}")
     needed = "a Hugging Face model directory, a .safetensors or a GGUF file is needed"
