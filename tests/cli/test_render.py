@@ -197,7 +197,7 @@ COMMANDS = {
     "identify.stored/1": "identify q",
     "reconcile/1": "reconcile --dry-run q",
     "recipes/1": "recipes",
-    "recipes.check/1": "recipes nvfp4 --check",
+    "recipes.check/1": "recipes nvfp4-te --check",
     "recipes.live/1": "recipes mxfp4-gguf --live --seconds 0.1",
     "recipes.versions/1": "recipes mxfp4-ocp --versions",
     "recipes.presets/1": "recipes --presets",
