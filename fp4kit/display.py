@@ -280,6 +280,15 @@ def quantized_panel(q: Quantized) -> Panel:
         )
     if found.nan:
         facts.append(("NaN", f"{found.nan:,} codes"))
+    odd = int(found.counts[~np.isfinite(found.scales)].sum())
+    if odd:
+        kind = "tensor scales" if q.block_scale is None else "block scales"
+        facts.append(("note", f"{odd:,} of {int(found.counts.sum()):,} {kind} are NaN or infinite"))
+    if q.block_scale is not None and q.tensor_scale is not None:
+        outer = import_to_host("statistics", scales=q.tensor_scale)
+        odd = int(np.count_nonzero(~np.isfinite(outer) | (outer == 0)))
+        if odd:
+            facts.append(("note", f"{odd:,} of {outer.size:,} tensor scales are NaN, infinite or 0"))
     if found.saturated and isinstance(q.tensor_amax, np.ndarray) and not q.tensor_amax.any():
         facts.append(("note", "codes are not zero although tensor_amax is 0: x holds NaN, or tensor_amax was passed"))
     bars = by_exponent(found.scales, found.counts) if found.counts.sum() > 1 else ()
