@@ -129,7 +129,10 @@ def files_of(wheel):
 
 def test_the_wheel_has_every_file_of_the_package_except_most_recordings(wheel):
     """The words of the sources are explained for developers, who have the source distribution."""
-    found, left_out = files_of(wheel), {"fp4kit/cpu/source/README.md", "fp4kit/cuda/kernels/README.md"}
+    found, left_out = (
+        files_of(wheel),
+        {f"fp4kit/{name}/README.md" for name in ("cpu/source", "cuda/kernels", "evidence/recorded")},
+    )
     paths = (path for path in (ROOT / "fp4kit").rglob("*") if path.is_file() and path.suffix not in (".pyc", ".so"))
     names = {path.relative_to(ROOT).as_posix() for path in paths}
     assert found == {name for name in names - left_out if not (name.endswith(".npz") and "/recorded/" in name)}
