@@ -343,8 +343,9 @@ def test_paths_that_users_often_give(tmp_path: Path, monkeypatch: pytest.MonkeyP
         with refused(f"run hf download {hub} --local-dir DIR and pass DIR"):
             inspect_checkpoint(name)
     shard = next((tmp_path / "m").glob("*.safetensors")).relative_to(tmp_path)
-    for file in (str(shard), "m/config.json"):
-        _refused(Path(file), f"{file}: is a part of a model; pass its directory, m")
+    _refused(shard, f"{shard}: is a part of a model; pass its directory, m")
+    file = "m/config.json"
+    _refused(Path(file), f"{file}: is a file; a Hugging Face model directory is needed; pass its directory, m")
     _refused(Path("a.bin"), "is a file; a Hugging Face model directory is needed; load the model with transformers")
     with pytest.raises(CheckpointError, match=r"^m/none: does not exist; .* or a GGUF file is needed$"):
         open_source(Path("m/none"))
