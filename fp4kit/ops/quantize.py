@@ -66,13 +66,8 @@ def quantize(
         rounding: "nearest", which is the recipe's own rounding, or "stochastic", which rounds float elements up or down
             at random: the nearer of the two values is the more probable one. Recipes whose producer never rounds to
             nearest (Recipe.stochastic_only) need "stochastic".
-        seed: for "stochastic": an int from 0 to 2^64 - 1, or the random bytes, uint8 in the shape of x. An int is the
-            key of the Philox4x32-10 stream of reference.stochastic.stream_bytes. The position in the stream is the
-            element's index in x with `axis` moved last. The recipes of ComfyUI differ: an int gives the random numbers
-            of PyTorch's CPU generator with the low 32 bits of this seed, in the order of x. The random numbers of
-            nvfp4-comfy-kitchen-stochastic are not bytes, but numbers as torch.rand gives them: at least 0 and less than
-            1, in the dtype and shape of x. With the suffix -cuda, this recipe accepts no int. mxfp4-mslk-stochastic
-            accepts only an int, the seed of MSLK's kernel.
+        seed: for "stochastic": an int from 0 to 2^64 - 1, or the random bytes, uint8 in the shape of x. Some recipes
+            take other seeds (see Numerics).
         hadamard: True first applies Transformer Engine's (TE's) randomized Hadamard transform to x, in blocks of 16
             along `axis`, and rounds the result to the dtype of x. Every amax is then computed from the transformed x.
             "no_signs" applies the transform without the random sign mask.
@@ -113,6 +108,13 @@ def quantize(
         Recipes whose producers divide by the tensor scale, such as nvfp4-modelopt and nvfp4-torchao, turn a tensor of
         zeros into NaN, because its tensor scale is 0. A positive tensor_amax avoids that.
 
+        An int seed is the key of the Philox4x32-10 stream of reference.stochastic.stream_bytes. The position in the
+        stream is the element's index in x with `axis` moved last. The recipes of ComfyUI differ: an int gives the
+        random numbers of PyTorch's CPU generator with the low 32 bits of this seed, in the order of x. The random
+        numbers of nvfp4-comfy-kitchen-stochastic are not bytes, but numbers as torch.rand gives them: at least 0 and
+        less than 1, in the dtype and shape of x. With the suffix -cuda, this recipe accepts no int.
+        mxfp4-mslk-stochastic accepts only an int, the seed of MSLK's kernel.
+
         With given scales, the code of an element depends only on the element and its scales: code = encode(x *
         factor(block_scale, tensor_scale)). If a scale is too small, the element saturates. If a scale is zero or NaN,
         the recipe's rule decides. A negative E4M3 scale gives codes of the opposite sign. There are exceptions:
@@ -122,7 +124,7 @@ def quantize(
     Exact:
         Equals the producer's bytes; recipe.exact names the exceptions. With stochastic rounding and random bytes, the
         codes are those of TE's software rounding. The bytes of an int seed are fp4kit's own, except for the recipes
-        that are named at `seed`.
+        that Numerics names.
 
         If you pass x again with the scales of an earlier result q, you get q again in every bit, except for
         tensor_amax. One case can differ. Some recipes (nvfp4-flashinfer, nvfp4-compressed-tensors, fp8-modelopt,
