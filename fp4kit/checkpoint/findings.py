@@ -33,7 +33,7 @@ from fp4kit.checkpoint.model.weights import Piece, Weight, part_names
 from fp4kit.checkpoint.plan.plan import Plan, TensorPlan
 from fp4kit.checkpoint.plan.plan import configs as configs_of
 from fp4kit.checkpoint.plan.scale_search import Activations
-from fp4kit.checkpoint.plan.source_layers import cache_troubles, doubtful_layers
+from fp4kit.checkpoint.plan.source_layers import INCOMPLETE, cache_troubles, doubtful_layers, missing_layers
 from fp4kit.checkpoint.selection import names, selection
 from fp4kit.contract.engine_table import SERVING, VERSIONS
 from fp4kit.formats import NVFP4, ElementFormat
@@ -46,6 +46,7 @@ def findings_of(model: Checkpoint, scalars: Mapping[str, float], rotated: Collec
     found = [
         *doubtful_declarations(model),
         *[Issue("error", name, why)] * bool(why),
+        *[Issue(*one) for one in missing_layers(model.tensors, model.config or {})],
         *loader_issues(model, scalars),
     ]
     found += findings_of_rotation(rotated, model.tensors)
@@ -155,7 +156,9 @@ def engines_that_load(format_name: str, config: Mapping[str, Any], issues: Itera
     if selection.diffusers_class(config) or (format_name not in configs.LOADED and format_name not in configs.MIXTURES):
         return ()
     issues = [*issues]
-    if any(_NOT_KNOWN in issue.text for issue in issues):  # no engine is known to load all layers
+    found = (issue for issue in issues if issue.text.endswith(INCOMPLETE))
+    incomplete = any(issue.severity == "error" or issue.subject == "model" for issue in found)
+    if incomplete or any(_NOT_KNOWN in issue.text for issue in issues):  # no engine is known to load all layers
         return ()
     doubted = {issue.loader.partition(" ")[0] for issue in issues if _is_obstacle(issue)}
     return tuple(each for each in support.engines_for(format_name, support.family_of(config)) if each not in doubted)

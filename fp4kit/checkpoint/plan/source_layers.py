@@ -11,8 +11,9 @@ shapes. Experts with such shapes stay separate.
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -27,7 +28,8 @@ from fp4kit.checkpoint.model.doubts import misfits, tied_head, unfit_biases, unl
 from fp4kit.checkpoint.model.model_files import Source
 from fp4kit.checkpoint.model.slabs import Readers
 from fp4kit.checkpoint.model.weights import Piece, Rows, Weight, any_quantized, located
-from fp4kit.storage.files import FLOAT_DTYPES, CheckpointError, SafetensorsFile, TensorEntry, listed, shown
+from fp4kit.checkpoint.selection.selection import LAYER_LISTS, model_facts
+from fp4kit.storage.files import FLOAT_DTYPES, CheckpointError, SafetensorsFile, TensorEntry, counted, listed, shown
 
 _STACK_LEAVES = ("gate_proj", "up_proj", "down_proj")
 _SEPARATE = re.compile(rf"(.+\.experts)\.(\d+)\.({'|'.join(_STACK_LEAVES)})")
@@ -351,6 +353,56 @@ def missing_experts(names: Iterable[str]) -> Iterator[str]:
                 f"{shown(module)}: has expert {max(numbers)}, but not {listed([str(number) for number in missing])};"
                 " engines leave missing experts at random values"
             )
+
+
+# The modules of a decoder layer without which no model of the usual names computes anything useful
+_NEEDED = "q_proj o_proj qkv_proj gate_proj up_proj gate_up_proj down_proj ffn_down attn_output".split()
+_MAIN = re.compile(r"(.*\.)?(model|language_model|decoder|transformer|gpt_neox)\.(layers|h)|blk")  # run once per layer
+_LAYER = re.compile(rf"(.*?(?:^|\.)(?:{'|'.join(LAYER_LISTS)}))\.(\d{{1,6}})\.(.+)")
+_FEWEST_PARTS = 3  # a list whose members have fewer tensors may be a torch.nn.Sequential, whose numbers have gaps
+INCOMPLETE = "engines fail, or leave it at random values"
+_NUMBERS = re.compile(r"(?<![^.])\d+(?![^.])")
+
+
+def missing_layers(names: Iterable[str], config: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
+    """Yield (severity, subject, text) for layers that are missing, and for modules that only a few layers lack."""
+    # Layers may differ by design: a dense first layer has modules of its own, and modules such as compressors may be
+    # missing as a whole. So a layer is judged only if it has no module that is unusual. First layers may lack a norm.
+    stacks: dict[str, dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
+    rest, declared = [], None
+    for name in names:
+        match = _LAYER.fullmatch(name)
+        if match is None:
+            rest.append(name)
+        else:
+            stacks[match[1]][int(match[2])].add(_NUMBERS.sub("#", match[3].rpartition(".")[0] or match[3]))
+    stacks = {name: layers for name, layers in stacks.items() if max(map(len, layers.values())) >= _FEWEST_PARTS}
+    longest = max(stacks, key=lambda name: len(stacks[name]), default="")
+    with suppress(CheckpointError):
+        declared = model_facts(config).layers
+    if longest == "model.layers" and any("norm" in module for module in stacks[longest][max(stacks[longest])]):
+        for word, what in (("norm", "the norm after the layers"), ("embed", "the embedding")):
+            if not any(word in name for name in rest):
+                yield "warning", "model", f"{what} is missing; {INCOMPLETE}"
+    for stack, layers in stacks.items():
+        first, end = (min(layers) if declared is None else 0), max(layers) + 1  # a file without a config may be a part
+        if declared is not None and stack == longest and _MAIN.fullmatch(stack) and len(layers) > 1:
+            end = max(end, declared)
+        absent = [str(number) for number in range(first, end) if number not in layers]
+        if absent:
+            yield "error", stack, f"{counted(len(absent), 'layer')} of {end} missing: {listed(absent)}; {INCOMPLETE}"
+        counts = Counter(module for modules in layers.values() for module in modules)
+        usual = {module for module, count in counts.items() if 0 < len(layers) - count <= max(1, len(layers) // 10)}
+        always = {module for module, count in counts.items() if count == len(layers)}
+        for number, modules in sorted(layers.items()) if len(layers) > 2 else ():
+            if not modules <= usual | always:
+                continue
+            for module in sorted(usual - modules):
+                parent, _, leaf = module.rpartition(".")
+                is_needed = leaf in _NEEDED and any(one.rpartition(".")[0] == parent for one in modules)
+                text = f"is missing, but {counts[module]} of {len(layers)} layers have it; {INCOMPLETE}"
+                if is_needed or number:
+                    yield "error" if is_needed else "warning", f"{stack}.{number}.{module}", text
 
 
 def wide_floats(others: Mapping[str, TensorEntry]) -> Iterator[str]:

@@ -84,7 +84,7 @@ _LAYER_COUNTS = ("decoder_layers", "num_decoder_layers", "num_hidden_layers", "n
 _TEXT_SECTIONS = ("text_config", "llm_config", "language_config", "thinker_config")
 _MAX_LAYERS = 100_000
 # Components of names that are followed by a layer number, such as layers in model.layers.3.
-_LAYER_LISTS = ("layers", "h", "blocks", "block", "layer", "blk")
+LAYER_LISTS = ("layers", "h", "blocks", "block", "layer", "blk")
 STACKS = tuple("gate_up_proj gate_proj up_proj down_proj w1 w2 w3 w13".split())  # leaf names of stacks of experts
 OUTPUT_HEAD = "output head"  # the beginning of the reason that the rule _head returns
 UNSUPPORTED_STACK = "unsupported expert stack"  # the beginning of the reason that the rule _other_stack returns
@@ -213,7 +213,7 @@ class Candidate:
     def _layer_at(self) -> int | None:
         """The index of the layer number in ``parts``, such as 2 for model.layers.3.mlp; None if there is none."""
         for at, part in enumerate(self.parts[1:], 1):
-            if part.isdecimal() and part.isascii() and len(part) < 10 and self.parts[at - 1] in _LAYER_LISTS:
+            if part.isdecimal() and part.isascii() and len(part) < 10 and self.parts[at - 1] in LAYER_LISTS:
                 return at
         return None
 

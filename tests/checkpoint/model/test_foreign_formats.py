@@ -278,6 +278,8 @@ def test_verify_finds_no_error(name: str, tmp_path: Path) -> None:
         "fails: ",
         "wrong values: the engine has no modelopt quantizer",
         "in every part of a fused layer except the last, and rejects the layer",
+        "the norm after the layers is missing",  # the files are only layers of those that the tools wrote
+        "the embedding is missing",
     )
     assert all(any(text in issue.text for text in known) for issue in issues)
     assert not convert(ROOT / name, tmp_path / "out", format="bf16").doubts

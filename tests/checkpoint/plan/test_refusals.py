@@ -20,6 +20,7 @@ from fp4kit.checkpoint.convert.convert import convert, execute
 from fp4kit.checkpoint.executors import Options
 from fp4kit.checkpoint.plan.make_plan import make_plan
 from fp4kit.checkpoint.plan.other_models import LoraAdapter
+from fp4kit.checkpoint.plan.source_layers import missing_layers
 from fp4kit.checkpoint.selection.selection import Wishes
 from fp4kit.checkpoint.verify.verify import verify
 
@@ -259,6 +260,38 @@ def test_stacks_that_do_not_fit(gate_up: tuple[int, ...], down: tuple[int, ...],
     rules = Rules.of("nvfp4-te", format="compressed-tensors", config={"model_type": "qwen3_moe"})
     with refused(text):
         list(convert_tensors(stacks(gate_up, down).items(), rules))
+
+
+def _incomplete(lost: str, count: int = 12, more: tuple[str, ...] = (), **config: Any) -> list[tuple[str, str]]:
+    """Return (severity, subject) of what is missing in the names of a model without those that match a pattern."""
+    modules = ("self_attn.q_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj", "input_layernorm")
+    names = [f"model.layers.{i}.{module}.weight" for i in range(count) for module in modules]
+    names = [name for name in (*names, "model.norm.weight", "model.embed_tokens.weight") if not re.search(lost, name)]
+    return [
+        (severity, what) for severity, what, _ in missing_layers((*names, *more), {"num_hidden_layers": 12} | config)
+    ]
+
+
+def test_layers_that_are_missing_are_named() -> None:
+    stack = "model.layers"
+    assert _incomplete("none") == []
+    assert _incomplete(r"layers\.5\.") == _incomplete("none", 10) == [("error", stack)]
+    assert _incomplete(r"layers\.(0|11)\.") == [("error", stack)]
+    assert _incomplete(r"5\.mlp\.down") == [("error", f"{stack}.5.mlp.down_proj")]
+    assert _incomplete(r"5\.input_layernorm") == [("warning", f"{stack}.5.input_layernorm")]
+    assert _incomplete("model.norm") == _incomplete("embed") == [("warning", "model")]
+
+
+def test_layers_that_differ_by_design_are_not_missing() -> None:
+    """A dense first layer, a layer for the prediction of more tokens, and layers that are run several times."""
+    experts = tuple(f"model.layers.{i}.mlp.experts.{e}.up_proj.weight" for i in range(1, 12) for e in range(2))
+    assert _incomplete(r"layers\.[1-9]\d*\.mlp", more=experts) == []
+    assert _incomplete("none", more=("model.layers.12.eh_proj.weight", "model.layers.12.mlp.up_proj.weight")) == []
+    assert _incomplete(r"layers\.0\.input_layernorm") == _incomplete("none", num_hidden_layers=7) == []
+    looped = [f"model.L_module.layers.{i}.mlp.{leaf}_proj.weight" for i in range(3) for leaf in ("up", "gate", "down")]
+    assert not [*missing_layers(looped, {"num_hidden_layers": 48})]
+    part = [f"layers.{i}.mlp.{leaf}_proj.weight" for i in (8, 9) for leaf in ("up", "gate", "down")]
+    assert not [*missing_layers(part, {})]
 
 
 def test_missing_experts_and_float64_are_named(tmp_path: Path) -> None:
