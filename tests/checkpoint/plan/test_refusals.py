@@ -267,9 +267,8 @@ def _incomplete(lost: str, count: int = 12, more: tuple[str, ...] = (), **config
     modules = ("self_attn.q_proj", "self_attn.o_proj", "mlp.up_proj", "mlp.down_proj", "input_layernorm")
     names = [f"model.layers.{i}.{module}.weight" for i in range(count) for module in modules]
     names = [name for name in (*names, "model.norm.weight", "model.embed_tokens.weight") if not re.search(lost, name)]
-    return [
-        (severity, what) for severity, what, _ in missing_layers((*names, *more), {"num_hidden_layers": 12} | config)
-    ]
+    found = missing_layers((*names, *more), {"num_hidden_layers": 12} | config)
+    return [(severity, what) for severity, what, _ in found]
 
 
 def test_layers_that_are_missing_are_named() -> None:
