@@ -286,9 +286,13 @@ def _outliers(amaxes: Mapping[str, float]) -> Iterator[Issue]:
         kinds[_NUMBER.sub("#", name)].append(name)
     for layers in kinds.values():
         middle = median(amaxes[name] for name in layers)
-        for name in layers if len(layers) >= _FEWEST else ():
+        for name in layers:
             ratio = amaxes[name] / middle
-            if not 1 / _FAR <= ratio <= _FAR:
+            if len(layers) < _FEWEST:
+                if amaxes[name] > _INVERTED >= median(amaxes.values()):
+                    text = f"its input scale stands for inputs of up to {amaxes[name]:.3g}, as inverted ones do"
+                    yield Issue("warning", name, f"{text}; measure the activations again")
+            elif not 1 / _FAR <= ratio <= _FAR:
                 text = (
                     f"its input scale stands for inputs of up to {amaxes[name]:.3g}, {ratio:.2g} times the median of"
                     f" {len(layers)} layers of its kind; measure the activations again"

@@ -385,7 +385,8 @@ def missing_layers(names: Iterable[str], config: Mapping[str, Any]) -> Iterator[
             if not any(word in name for name in rest):
                 yield "warning", "model", f"{what} is missing; {INCOMPLETE}"
     for stack, layers in stacks.items():
-        first, end = (min(layers) if declared is None else 0), max(layers) + 1  # a file without a config may be a part
+        # A file without a config may be a part, and so is a single layer.
+        first, end = (min(layers) if declared is None or len(layers) == 1 else 0), max(layers) + 1
         if declared is not None and stack == longest and _MAIN.fullmatch(stack) and len(layers) > 1:
             end = max(end, declared)
         absent = [str(number) for number in range(first, end) if number not in layers]

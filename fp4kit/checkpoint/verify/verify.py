@@ -106,6 +106,7 @@ class VerifyReport:
     changed: (name, number of differing bytes) of the unconverted tensors that differ from the source.
     issues: errors, then warnings.
     parallel: the sizes of tensor parallelism that the checkpoint allows; None for one that vLLM and SGLang do not load.
+    unmeasured: the number of layers whose input scales were compared neither with activations nor with the source.
     """
 
     path: Path
@@ -119,6 +120,7 @@ class VerifyReport:
     changed: tuple[tuple[str, int], ...]
     issues: tuple[Issue, ...]
     parallel: Sharding | None = None
+    unmeasured: int = 0
 
     def __repr__(self) -> str:
         """Return the checkpoint and the numbers of its layers, errors and warnings, in one line."""
@@ -175,6 +177,7 @@ class Verification:
     issues: the issues found in headers, configs and scalars.
     parallel: the sizes of tensor parallelism that the checkpoint allows; None for one that vLLM and SGLang do not load.
     reference: the amax of unquantized matrices, if the checkpoint is verified alone; None if there are none.
+    input_scales: the layers whose input scales no activations were given for.
     """
 
     root: Path
@@ -185,6 +188,7 @@ class Verification:
     issues: tuple[Issue, ...]
     parallel: Sharding | None = None
     reference: float | None = None
+    input_scales: frozenset[str] = frozenset()
 
     @property
     def nbytes(self) -> int:
@@ -227,6 +231,8 @@ def prepare(
     swapped = swapped_layers(model.weights.values(), model.tensors)
     issues += [Issue("warning", one.name, SWAPPED_NIBBLES) for one in swapped]
     issues += [] if activations is None else findings.unlike_activations(model.layers.values(), scales, activations)
+    with_scale = (name for name, weight in model.layers.items() if INPUT_SCALE in weight.parts)
+    input_scales = frozenset(with_scale if activations is None else ())
     given = tuple((pattern, find_recipe(one)) for pattern, one in recipes)
     manifest = load_manifest(model.root) or {}
     settings, texts = _settings(model, manifest, recipe, options or Options(), search, given)
@@ -237,7 +243,7 @@ def prepare(
             tuple(reencode.checks_of(model.layers.values(), {}, settings)),
             reference_of(model.weights.values()),
         )
-        return Verification(model.root, None, settings, checks, (), tuple(issues), parallel, reference)
+        return Verification(model.root, None, settings, checks, (), tuple(issues), parallel, reference, input_scales)
     original = open_original(Path(source), Path(destination))
     facts, now = manifest.get("source"), source_facts(original)
     if isinstance(facts, dict):
@@ -245,7 +251,12 @@ def prepare(
         issues += [Issue("warning", name, _OTHER_SOURCE) for name in changed]
     checks, copies, more = _compared_with_source(model, original, settings, turned.rotations)
     _check_patterns(checks, [pattern for pattern, _ in given])
-    return Verification(model.root, original.root, settings, checks, copies, (*issues, *more), parallel)
+    forms = dict.fromkeys(check.stored.container for check in checks if check.stored.container is not None)
+    if recipe is not None and forms and not any(form.stores(find_recipe(recipe)) for form in forms):
+        wrong = f"{listed([str(form) for form in forms])} cannot store {find_recipe(recipe).id}"
+        raise CheckpointError(f"--recipe: {wrong}, so no byte could be compared; give the right recipe, or none")
+    found = (*issues, *more)
+    return Verification(model.root, original.root, settings, checks, copies, found, parallel, None, input_scales)
 
 
 _OTHER_SOURCE = "is not the source file that was converted: its size or header differs"
@@ -506,6 +517,7 @@ def execute(prepared: Verification, options: Options | None = None) -> VerifyRep
         tuple(sorted(changed)),
         tuple(sorted(dict.fromkeys(issues), key=lambda issue: issue.severity)),
         prepared.parallel,
+        len(prepared.input_scales - {one.check.stored.name for one in found if one.compared.get(INPUT_SCALE)}),
     )
 
 

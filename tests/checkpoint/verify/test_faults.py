@@ -529,6 +529,7 @@ def test_input_scales_of_other_activations(format: str, tmp_path: Path) -> None:
     one = Activations.of(whole(tmp_path / "m"))
     convert(tmp_path / "m", tmp_path / "out", format=format, activations=one)
     assert verify(tmp_path / "out", activations=one).clean
+    assert verify(tmp_path / "out", activations=one).unmeasured == 0 < verify(tmp_path / "out").unmeasured
     layer = f"{EXPERTS}.2.down_proj"
     other = Activations.of(whole(tmp_path / "m", {layer: float(np.nextafter(one.amaxes[layer], np.float32(9)))}))
     found = [issue for issue in verify(tmp_path / "out", activations=other).issues if issue.severity == "error"]
