@@ -280,10 +280,11 @@ def quantized_panel(q: Quantized) -> Panel:
         )
     if found.nan:
         facts.append(("NaN", f"{found.nan:,} codes"))
-    odd = int(found.counts[~np.isfinite(found.scales)].sum())
-    if odd:
-        kind = "tensor scales" if q.block_scale is None else "block scales"
-        facts.append(("note", f"{odd:,} of {int(found.counts.sum()):,} {kind} are NaN or infinite"))
+    kind = "tensor scales" if q.block_scale is None else "block scales"
+    for where, what in ((~np.isfinite(found.scales), "NaN or infinite"), (found.scales < 0, "negative")):
+        odd = int(found.counts[where].sum())
+        if odd:
+            facts.append(("note", f"{odd:,} of {int(found.counts.sum()):,} {kind} are {what}"))
     if q.block_scale is not None and q.tensor_scale is not None:
         outer = import_to_host("statistics", scales=q.tensor_scale)
         odd = int(np.count_nonzero(~np.isfinite(outer) | (outer == 0)))

@@ -215,9 +215,12 @@ def test_print_of_nan_and_of_scales_of_rows():
     assert "\n  NaN           64 codes\n" in text and "\n  NaN  2  100%  █" in text and "\n  scales  " not in text
     assert "2 of 2 block scales are NaN or infinite" in text
     q = fp4kit.quantize(ORDINARY, "nvfp4-te")
-    assert " are NaN" not in str(q)
+    assert " are " not in str(q)
     lost = fp4kit.Quantized.from_parts(q.packed, q.block_scale, 0.0, recipe="nvfp4-te")
     assert "1 of 1 tensor scales are NaN, infinite or 0" in str(lost)
+    q.block_scale[-1, :2] |= 0x80
+    text = str(fp4kit.Quantized.from_parts(q.packed, q.block_scale, 1.0, recipe="nvfp4-te"))
+    assert "note          2 of 1,024 block scales are negative\n" in text
     rows = str(fp4kit.quantize(ORDINARY, "fp8-modelopt-channel"))
     assert "scales by exponent" in rows and "zero blocks" not in rows and "block scales" not in rows
 
