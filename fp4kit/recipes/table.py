@@ -10,8 +10,8 @@ from dataclasses import MISSING, fields
 from functools import lru_cache
 from typing import Any, Literal
 
-from fp4kit.arguments import as_word
-from fp4kit.formats import ELEMENT_FORMATS, IF4, MX4, Codebook, ElementFormat
+from fp4kit.arguments import as_word, suggestion
+from fp4kit.formats import BNB_FP4, ELEMENT_FORMATS, IF4, MX4, NF4, Codebook, ElementFormat
 from fp4kit.recipes import ascend, local, nvidia, pytorch, serving, training
 from fp4kit.recipes.schema import PRODUCERS, Alias, Level, Recipe, as_levels, check_engines, is_simple
 
@@ -206,8 +206,8 @@ _FLOATS = ("float32", "float16", "bfloat16")
 
 def custom_recipe(
     id: str,
-    element: ElementFormat,
-    scale: ElementFormat | Literal["float32", "float16", "bfloat16"] | None = None,
+    element: ElementFormat | str,
+    scale: ElementFormat | str | None = None,
     block: int | tuple[int, int] | None = None,
     *,
     scale_rounding: Literal["nearest", "up", "down"] = "nearest",
@@ -239,11 +239,13 @@ def custom_recipe(
 
     Args:
         id: a name for the recipe. It must not be the id or an alias of a recipe in the table.
-        element: the format of the elements: a Codebook, MX4, a float or an integer. MX4 needs scale=E8M0.
-        scale: the format of the block scales. Either a float format of at most 8 bits, whose scales are stored in
-            block_scale, one byte per block. Or the name of a float type, whose scales are stored in tensor_scale, one
-            float32 number per block that is rounded to this type. For a block of several rows, this number is repeated
-            for every row. None stands for the format in levels, or "float32" without levels.
+        element: the format of the elements: a Codebook, MX4, a float or an integer, or the name of one of
+            fp4kit.formats, such as "E2M1". MX4 needs scale=E8M0.
+        scale: the format of the block scales. Either a float format of at most 8 bits or its name, such as "E4M3",
+            whose scales are stored in block_scale, one byte per block. Or "float32", "float16" or "bfloat16", whose
+            scales are stored in tensor_scale, one float32 number per block that is rounded to this type. For a block of
+            several rows, this number is repeated for every row. None stands for the format in levels, or "float32"
+            without levels.
         block: the number of elements along the quantized axis that share a scale, or (rows, columns) of a block. None
             stands for the columns in levels, or 32 without levels.
         scale_rounding: how a scale is rounded to its format. With "up", elements are clipped only if the scale
@@ -262,7 +264,8 @@ def custom_recipe(
 
     Raises:
         TypeError: an argument has the wrong type.
-        ValueError: the id is taken, scale_rounding is unknown, or formats, block and options do not fit together.
+        ValueError: the id is taken, scale_rounding or the name of a format is unknown, or formats, block and options do
+            not fit together.
 
     Numerics:
         float32, rounded to nearest even after every operation. Elements are rounded to the nearest code, and saturate.
@@ -295,7 +298,9 @@ def custom_recipe(
         raise ValueError(f"custom_recipe: id is {id!r}, which is the id of a producer's recipe; needs another one")
     if not isinstance(tensor_scale, bool):
         raise TypeError(f"custom_recipe: tensor_scale is {tensor_scale!r:.60}; needs True or False")
-    fields: dict[str, Any] = {"source": "custom", "exact": "", "amax_nan": "propagate"}
+    scale = _named("scale", scale, _FLOATS)
+    fields: dict[str, Any] = {"element": _named("element", element, ()), "source": "custom", "exact": ""}
+    fields["amax_nan"] = "propagate"
     outer = ""
     if levels is not None:
         fields["levels"], scale, columns = _levels(levels, scale)
@@ -313,18 +318,29 @@ def custom_recipe(
     else:
         fields |= _float_scale("float32" if scale is None else scale, scale_rounding, tensor_scale)
     try:
-        return Recipe(id=id, element=element, **fields)
+        return Recipe(id=id, **fields)
     except (TypeError, ValueError) as error:
         raise type(error)(f"custom_recipe: {error}") from None
 
 
+def _named(argument: str, given: Any, others: Sequence[str]) -> Any:
+    """Return the format that a name stands for, and names in ``others`` and objects other than strings unchanged."""
+    if not isinstance(given, str) or given in others:
+        return given
+    if given not in _NAMES:
+        known = (*others, *_NAMES)
+        near = suggestion(given, known) or suggestion(given.upper(), known)
+        raise ValueError(
+            f"custom_recipe: {argument} is {given!r:.60}; needs an ElementFormat, or one of {', '.join(known)}{near}"
+        )
+    return _NAMES[given]
+
+
 def _float_scale(scale: Any, scale_rounding: str, tensor_scale: bool) -> dict[str, Any]:
     """Return {field: value} for a Recipe whose block scales are float32 numbers that are rounded to a float type."""
-    if not isinstance(scale, str) or scale not in _FLOATS:
-        error = ValueError if isinstance(scale, str) else TypeError
-        raise error(
-            f"custom_recipe: scale is {scale!r:.60}; needs an ElementFormat, such as fp4kit.formats.E4M3, or one of"
-            f" {', '.join(_FLOATS)}"
+    if not isinstance(scale, str):
+        raise TypeError(
+            f"custom_recipe: scale is {scale!r:.60}; needs an ElementFormat, such as fp4kit.formats.E4M3, or its name"
         )
     if tensor_scale or (scale == "float32" and scale_rounding != "nearest"):
         given = "tensor_scale is True" if tensor_scale else f"scale_rounding is {scale_rounding!r}"
@@ -358,6 +374,7 @@ def _levels(given: Any, scale: Any) -> tuple[tuple[Level, ...], ElementFormat, i
 
 
 _BY_NAME = {fmt.name: fmt for fmt in (*ELEMENT_FORMATS, MX4, IF4)}
+_NAMES = {**_BY_NAME, NF4.name: NF4, BNB_FP4.name: BNB_FP4}
 
 
 def as_data(r: Recipe) -> str | dict[str, Any]:

@@ -358,6 +358,7 @@ GOOD_LINES = [
     "n = 1_6; custom_recipe('d', INT8, 'bfloat16', n * 2)",
     "element=E2M1, scale=E8M0, block=32",
     "custom_recipe('f', E1M2, None, None, levels=None)",
+    "custom_recipe('g', 'NF4', 'UE5M3', 16)",
     "id = 'e'\nelement = NF4\nscale = 'float16'",
 ]
 OWN_FIELDS = ("id", "element", "scale", "block", "scale_rounding", "tensor_scale")
@@ -397,7 +398,7 @@ BAD_LINES = [
     ("custom_recipe('', E2M1)", "id is ''; needs a name"),
     ("custom_recipe(1, E2M1)", "id is 1; needs a name"),
     ("custom_recipe('a')", "element is missing"),
-    ("custom_recipe('a', 'E2M1')", "element is 'E2M1'; needs a format, such as"),
+    ("custom_recipe('a', 'E2M9')", "element is 'E2M9'; needs a format, such as"),
     ("custom_recipe('a', E2M1, E4M3, 16, 'up')", "got 5 positional arguments; needs at most 4"),
     ("custom_recipe('a', E2M1, size=16)", "there is no argument size; needs id, element"),
     ("custom_recipe('a', E2M1, E4M3, scale=E4M3)", "scale is given twice"),

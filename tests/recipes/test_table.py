@@ -232,9 +232,12 @@ ours = pytest.mark.parametrize("r", RECIPES_OF_OURS.values(), ids=RECIPES_OF_OUR
 WRONG = [  # (the arguments, the error, its text)
     ({"id": "nvfp4-te"}, V, "id is 'nvfp4-te', which is the id of a producer's recipe"),
     ({"id": ""}, V, "id is ''; needs a name"),
-    ({"element": "NF4"}, T, "element is 'NF4'; needs a format, such as fp4kit.formats.NF4"),
+    ({"element": "NF5"}, V, "element is 'NF5'; needs an ElementFormat, or one of E2M1"),
+    ({"element": "e2m1"}, V, "; did you mean E2M1?"),
+    ({"element": 4}, T, "element is 4; needs a format, such as fp4kit.formats.E2M1"),
     ({"element": UE5M3}, V, "element is UE5M3; needs a format with a sign and a zero"),
-    ({"scale": "float64"}, V, "scale is 'float64'; needs an ElementFormat"),
+    ({"scale": "float64"}, V, "scale is 'float64'; needs an ElementFormat, or one of float32"),
+    ({"scale": "E4M3FN"}, V, "; did you mean E4M3?"),
     ({"scale": np.float32}, T, "scale is <class 'numpy.float32'>; needs an ElementFormat"),
     ({"scale": NF4}, V, "scale is NF4; block_rule 'amax' needs a float format"),
     ({"scale": E8M0, "tensor_scale": True}, V, "scale is E8M0, whose largest value 1.7e+38 leaves no range to a"),
@@ -274,6 +277,10 @@ def test_wrong_arguments(arguments, error, text):
     with pytest.raises(error, match=r"^custom_recipe: ") as caught:
         fp4kit.custom_recipe(**{"id": "mine", "element": NF4, "scale": "float32"} | arguments)
     assert text in str(caught.value)
+
+
+def test_names_stand_for_formats():
+    assert fp4kit.custom_recipe("E3M2", "BNB_FP4", "E3M2", 32, tensor_scale=True) == RECIPES_OF_OURS["E3M2"]
 
 
 @together("name, changes, text", CHANGES)

@@ -237,8 +237,9 @@ function makeCodebook(given) {
 function makeRecipe(given) {
   const defaults = { id: undefined, element: undefined, scale: null, block: null, scale_rounding: "nearest", tensor_scale: false, levels: null };
   const bound = boundArguments("custom_recipe", given, defaults, 4);
-  const { id, element, scale_rounding: rounding, tensor_scale: hasTensor } = bound;
-  const [scale, block] = [bound.scale ?? "float32", bound.block ?? 32];
+  const { id, scale_rounding: rounding, tensor_scale: hasTensor } = bound;
+  const [element, scale] = [bound.element, bound.scale ?? "float32"].map((one) => (typeof one === "string" && Object.hasOwn(NAMED, one) ? NAMED[one] : one));
+  const block = bound.block ?? 32;
   const check = (condition, name, value, needed) => needs(condition, `custom_recipe: ${name} is ${shown(value)}; needs ${needed}`);
   check(typeof id === "string" && id !== "", "id", id, "a name");
   check((!BY_ID.has(id) || BY_ID.get(id).own) && !TAKEN.includes(id), "id", id, "a name that is not the id of a producer's recipe");
