@@ -68,7 +68,8 @@ def linear_settings(
     hadamard: Any,
 ) -> LinearSettings:
     """Return the LinearSettings of a call."""
-    recipe_x, recipe_w = recipe_of(op, recipes[0]), _recipe_of_weight(op, recipes[1], weight)
+    recipe_x = recipe_of(op, recipes[0])
+    recipe_w = recipe_x if recipes[1] is None and weight is None else _recipe_of_weight(op, recipes[1], weight)
     if not is_one_of(backward, BACKWARD):
         raise ValueError(f"{op}: backward is {backward!r:.60}; needs one of {', '.join(map(repr, BACKWARD))}")
     check_hadamard(op, hadamard)
@@ -89,8 +90,6 @@ def linear_settings(
 
 def _recipe_of_weight(op: str, recipe_w: Any, weight: tuple[Any, ScaleLayout] | None) -> Recipe:
     """Return the Recipe of w: that of the argument recipe_w, or the recipe of a Quantized w if recipe_w is None."""
-    if recipe_w is None and weight is None:
-        raise TypeError(f"{op}: recipe_w is missing; needs a recipe id, such as 'nvfp4-te', or a Quantized as w")
     r = recipe_of(op, weight[0] if recipe_w is None and weight else recipe_w)
     if weight is not None and r != recipe_of(op, weight[0]):
         raise ValueError(

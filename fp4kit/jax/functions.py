@@ -459,7 +459,7 @@ def linear(
         w: float32, float16 or bfloat16 array (N, K); or a Quantized of JAX arrays with blocks along K, which gets no
             gradient.
         recipe_x: the recipe of x; None if an engine is given.
-        recipe_w: the recipe of w; None if w is a Quantized or an engine is given.
+        recipe_w: the recipe of w; None for recipe_x, or if w is a Quantized or an engine is given.
         unit: a Unit or its id, as in fp4kit.matmul.
         out_dtype: float32, float16 or bfloat16; None for the dtype of x.
         backward: "straight-through", "high-precision" or "quantized".
@@ -477,7 +477,7 @@ def linear(
 
     Raises:
         TypeError: x or w is not an array of JAX or NumPy, or its dtype is not one of the three above.
-        TypeError: recipe_w is missing for an unquantized w, or another argument has the wrong type.
+        TypeError: another argument has the wrong type.
         ValueError: an argument is unknown or contradicts another, such as a seed for "straight-through".
         ValueError: the engine does not multiply by a matrix unit, or reads stored input scales.
         ValueError: w is a Quantized, for "high-precision".

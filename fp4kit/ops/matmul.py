@@ -407,7 +407,7 @@ def error_budget(
     x: Any,
     w: Any,
     recipe_x: str | Recipe,
-    recipe_w: str | Recipe,
+    recipe_w: str | Recipe | None = None,
     unit: str | Unit = "sm100",
     *,
     out_dtype: Any = "bfloat16",
@@ -441,7 +441,7 @@ def error_budget(
             to M.
         w: float32, float16 or bfloat16 array (N, K), the weight.
         recipe_x: the recipe of x.
-        recipe_w: the recipe of w.
+        recipe_w: the recipe of w; None for recipe_x.
         unit: a Unit or its id, as in fp4kit.matmul.
         out_dtype: float32, float16 or bfloat16, the dtype of the result. For float32, rounding is inf.
 

@@ -278,6 +278,8 @@ def test_leading_axes_are_joined(lib):
         assert y.shape == (2, 1, 16, N) and of_x.shape == x.shape
         for a, b in zip((y, of_x, of_w), flat, strict=True):
             assert_same_bits(a.reshape(b.shape), b)
+    one = f.linear(lib.array(LEFT[0]), lib.array(W), "nvfp4-te")  # recipe_w is recipe_x
+    assert_same_bits(one, f.linear(lib.array(LEFT[0]), lib.array(W), "nvfp4-te", "nvfp4-te"))
     assert f.linear(lib.array(LEFT[0]), lib.array(W), **TE).shape == (N,)
     assert f.linear(lib.array(np.zeros((0, 5, K), np.float32)), lib.array(W), **TE).shape == (0, 5, N)
 

@@ -386,6 +386,7 @@ def test_nan_and_infinities_give_nan() -> None:
 
 def test_text_and_html() -> None:
     found = fp4kit.error_budget(X, W, "nvfp4-te", "nvfp4-te-2d", out_dtype=np.float32)
+    assert fp4kit.error_budget(X, W, "nvfp4-te") == fp4kit.error_budget(X, W, "nvfp4-te", "nvfp4-te")
     lines = str(found).splitlines()
     assert lines[0] == "Error budget of x w^T, 5 x 16, K = 64" and len(lines) == 9
     assert f"{found.weight:.2f} dB" in lines[2] and "inf dB" in lines[7] and "0.00e+00" in lines[7]
@@ -399,7 +400,7 @@ BAD_BUDGET: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: fp4kit.error_budget(X[:, :24], W[:, :24], "nvfp4", "nvfp4"), ValueError, "error_budget: x: axis 1 has"),
     (lambda: fp4kit.error_budget(X, W, "nvfp4", "nvfp4", "sm90"), ValueError, "error_budget: x is E2M1 with E4M3"),
     (lambda: fp4kit.error_budget(X, W, "nvfp4", "nvfp4", out_dtype=np.float64), TypeError, "out_dtype is float64"),
-    (lambda: fp4kit.error_budget(X, W, "nvfp4", None), TypeError, "error_budget: recipe_w is missing"),
+    (lambda: fp4kit.error_budget(X, W, None), TypeError, "error_budget: recipe is a NoneType"),
 ]
 
 

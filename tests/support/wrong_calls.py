@@ -72,7 +72,7 @@ QUANTIZED = {"backward": "quantized"}
 LINEAR: list[tuple[Callable[[Any, Any, Any], Any], type[Exception], str]] = [
     (lambda f, x, w: linear()(f, x, w[:, :32]), ValueError, "linear: x has shape (32, 96) and w (64, 32); needs x"),
     (lambda f, x, w: linear()(f, x[:, :40], w[:, :40]), ValueError, "linear: x: axis 1 has length 40"),
-    (linear("nvfp4-te"), TypeError, "linear: recipe_w is missing"),
+    (linear(None), TypeError, "linear: recipe is a NoneType"),
     (linear(unit="sm99"), ValueError, "linear: unit is 'sm99'; needs one of"),
     (linear(unit="sm90"), ValueError, "linear: x is E2M1 with E4M3 scales of 16"),
     (linear("int8-modelopt", "nvfp4"), ValueError, "linear: x is int8-modelopt"),
