@@ -363,13 +363,13 @@ class QuantizedNames(list[str]):
         inputs: the names of the layers whose inputs are fake-quantized.
     """
 
-    def __init__(self, plan: QatPlan, inputs: tuple[str, ...] = ()) -> None:
+    def __init__(self, plan: QatPlan, inputs: tuple[str, ...] = (), of_inputs: str = "") -> None:
         super().__init__(plan.names)
-        self.plan, self.inputs = plan, inputs
+        self.plan, self.inputs, self._of_inputs = plan, inputs, of_inputs
 
     def __str__(self) -> str:
         """Return the table as text."""
-        return table_of(self.plan)
+        return table_of(self.plan, self._of_inputs)
 
 
 def _not_emulated(row: Serving) -> str:
@@ -378,8 +378,14 @@ def _not_emulated(row: Serving) -> str:
     return f"{row.engine} multiplies as the unit {row.product!r} does{inputs}; the model multiplies in its own dtype"
 
 
-def table_of(plan: QatPlan) -> str:
+def rule_of_inputs(recipe: Recipe, static: str) -> str:
+    """Return text about the recipe of inputs of layers. static: what is stored of inputs, such as "amaxes", or ""."""
+    return f"by {recipe.id}, with {f'static {static}' if static else 'scales computed in each call'}"
+
+
+def table_of(plan: QatPlan, of_inputs: str) -> str:
     """Return a table of all parameters as text: what is fake-quantized, what is not, and why."""
+    # of_inputs: a line about the inputs of layers; "" if they stay unquantized.
     engine = plan.serving
     served = f"values as served from --format {plan.format}" if plan.format else f"no checkpoint: {plan.note}"
     if engine is not None and engine.container and engine.format is None:
@@ -399,4 +405,4 @@ def table_of(plan: QatPlan) -> str:
     decodes = engine is None or not engine.quantizes_within
     notes = [_FLOAT32 + (_OWN_DTYPE if engine is None else _MODEL_DTYPE)] * (plan.warns_of_float32 and decodes)
     notes += [f"note: {_not_emulated(engine)}"] if engine is not None and engine.product != TORCH else []
-    return "\n".join([head, *text, *notes])
+    return "\n".join([head, of_inputs or "inputs of layers stay unquantized", *text, *notes])

@@ -16,7 +16,7 @@ from fp4kit.contract.engines import Serving
 from fp4kit.contract.schema import ServedDtype
 from fp4kit.jax.calls import NAMES
 from fp4kit.jax.functions import fake_quantize
-from fp4kit.qat import QatChoice, QatPlan, TrainedWeight, engine_of, make_plan, table_of
+from fp4kit.qat import QatChoice, QatPlan, TrainedWeight, engine_of, make_plan, rule_of_inputs, table_of
 from fp4kit.recipes import Recipe
 from fp4kit.training.settings import naming
 from fp4kit.types import RecipeId
@@ -52,7 +52,9 @@ class ServedParams:
 
     def __str__(self) -> str:
         """Return the table as text."""
-        return table_of(self.plan)
+        recipe = None if self._serving is None else self._serving.activations
+        rule = "" if recipe is None else rule_of_inputs(recipe, "amaxes" if self._inputs else "")
+        return table_of(self.plan, rule and f"inputs(layer, x) fake-quantizes {rule}")
 
     def inputs(self, layer: str, x: Any) -> Any:
         """Return the inputs of a layer, fake-quantized as the engine does; x itself if it leaves inputs unquantized.

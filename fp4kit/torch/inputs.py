@@ -17,7 +17,7 @@ from fp4kit.arrays.imports import is_distributed
 from fp4kit.calibration import Collector
 from fp4kit.call.inputs import by_input_global_scale
 from fp4kit.checkpoint.plan.scale_search import Activations
-from fp4kit.qat import TrainedWeight
+from fp4kit.qat import TrainedWeight, rule_of_inputs
 from fp4kit.recipes import Recipe, recipe_of
 from fp4kit.recipes.table import from_spec, to_spec
 from fp4kit.storage.files import listed
@@ -275,6 +275,16 @@ def input_hooks(
     found: Mapping[str, Any] = {} if amaxes is None else _amaxes(op, r, amaxes).of_layers(layers)
     spec, numbers = to_spec(r), {name: float(amax) for name, amax in found.items()}
     return [(one, InputHook(spec, numbers.get(one.saved.removesuffix(".weight")))) for one in linear]
+
+
+def line_of_inputs(hooks: Sequence[tuple[TrainedWeight, InputHook]]) -> str:
+    """Return the line about inputs of layers in the table of fake_quantize_model; "" without hooks."""
+    if not hooks:
+        return ""
+    hook = hooks[0][1]
+    static = "input_global_scales" if hook.given else "" if hook.amax is None else "amaxes"
+    rule = rule_of_inputs(from_spec(hook.given or hook.recipe), static)
+    return f"inputs of {len(hooks)} torch.nn.Linear fake-quantized {rule}"
 
 
 def _hooks_by_divisors(

@@ -30,7 +30,7 @@ from fp4kit.reference.tensor_rules import UNKNOWN, static_amax
 from fp4kit.torch import adapters as peft_layers
 from fp4kit.torch import parameters as stored
 from fp4kit.torch.adapters import Adapters, FakeQuantizing, fake_quantizing
-from fp4kit.torch.inputs import add_hook, input_hooks, remove_hook
+from fp4kit.torch.inputs import add_hook, input_hooks, line_of_inputs, remove_hook
 from fp4kit.torch.operators import check_fake
 from fp4kit.torch.parameters import FakeQuantized, ServedWeight, check_kind, parts_of
 from fp4kit.training.settings import EXPERT_WEIGHTS, FakeQuantSettings, naming
@@ -114,7 +114,7 @@ def fake_quantize_model(
 
     Returns:
         The names of the parameters that are now fake-quantized; [] for settings without a recipe. print() of the result
-        shows a table of all parameters with the reason why each is quantized or not.
+        shows a table of all parameters with the reason why each is quantized or not, and how inputs are quantized.
 
     Warns:
         UserWarning: some layers of a fused layer are quantized, and others are not.
@@ -159,6 +159,7 @@ def fake_quantize_model(
         ['0.weight', '2.weight']
         >>> print(names)
         2 of 4 parameters fake-quantized by nvfp4-te; values as served from --format compressed-tensors
+        inputs of layers stay unquantized
             count parameter shape   reason
         yes 1     0.weight  48 x 32 linear layer
         yes 1     2.weight  16 x 48 linear layer
@@ -337,7 +338,8 @@ def _by_plan(
         peft_layers.attach(layer, fake_quantizing(base))
     for weight, hook in hooks:
         add_hook(weight.module, hook)
-    return QuantizedNames(plan, tuple(dict.fromkeys(weight.saved.removesuffix(".weight") for weight, _ in hooks)))
+    layers_of_inputs = tuple(dict.fromkeys(weight.saved.removesuffix(".weight") for weight, _ in hooks))
+    return QuantizedNames(plan, layers_of_inputs, line_of_inputs(hooks))
 
 
 def _with_adapters(plan: QatPlan, merged: Collection[int]) -> QatPlan:

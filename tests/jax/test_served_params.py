@@ -258,8 +258,10 @@ def test_an_engine_determines_weights_and_inputs(scheme):
     assert_same_bits(np.asarray(values).T, fp4kit.dequantize(form, np.dtype("bfloat16")).astype(np.float32))
     found = served.inputs("mlp.up_proj", x)
     if row.activations is None:
-        assert found is x
+        assert found is x and "\ninputs of layers stay unquantized\n" in str(served)
     else:
+        how = "static amaxes" if amaxes else "scales computed in each call"
+        assert f"\ninputs(layer, x) fake-quantizes by {row.activations.id}, with {how}\n" in str(served)
         assert_same_bits(found, fp4kit.fake_quantize(np.asarray(x), row.activations, tensor_amax=amaxes and 3.5))
     with pytest.raises(ValueError, match=r"'mlp\.down_proj' is no layer whose weight"):
         served.inputs("mlp.down_proj", x)

@@ -460,7 +460,7 @@ def test_the_table():
     assert (
         lines[0] == "14 of 21 parameters fake-quantized by nvfp4-te; values as served from --format compressed-tensors"
     )
-    assert len(lines) == 15 and repr(names) == str(list(names))
+    assert lines[1] == "inputs of layers stay unquantized" and len(lines) == 16 and repr(names) == str(list(names))
     assert "loaders usually decode to bfloat16" in lines[-1]
     rounded = ft.fake_quantize_model(a_llama(), "nvfp4-te", config=CONFIG, served_dtype="bfloat16")
     assert str(rounded).splitlines()[0] == f"{lines[0]}, decoded to bfloat16" and "note:" not in str(rounded)
@@ -767,6 +767,8 @@ def test_dynamic_amaxes():
     model, x = Mlp(), torch.randn(4, 64, requires_grad=True)
     names = ft.fake_quantize_model(model, "nvfp4-te", activations="nvfp4-te")
     assert names.inputs == ("gate_proj", "up_proj", "down_proj")
+    of_inputs = "\ninputs of 3 torch.nn.Linear fake-quantized by nvfp4-te, with "
+    assert f"{of_inputs}scales computed in each call\n" in str(names)
     seen = inputs_of(model, x)
     for layer in ("up_proj", "down_proj"):
         assert_same_bits(to_numpy(seen[layer]), fp4kit.fake_quantize(to_numpy(model.seen[layer]), "nvfp4-te"))
@@ -786,7 +788,12 @@ def test_calibrated_amaxes(kind):
         amaxes = given.amaxes()
     else:
         amaxes = given = {"gate_proj": 7.5, "down_proj": np.float32(4)}
-    ft.fake_quantize_model(model, "nvfp4-te", activations="nvfp4-te", input_amaxes=given)
+    names = ft.fake_quantize_model(model, "nvfp4-te", activations="nvfp4-te", input_amaxes=given)
+    assert ", with static amaxes\n" in str(names)
+    divisors = dict.fromkeys(names.inputs, 448.0)
+    by = "nvfp4-vllm-static-divisor"
+    found = ft.fake_quantize_model(Mlp(), "nvfp4-te", activations=by, input_global_scales=divisors)
+    assert f"fake-quantized by {by}, with static input_global_scales\n" in str(found)
     seen = inputs_of(model, x)
     for layer, of in {"up_proj": "gate_proj", "down_proj": "down_proj"}.items():
         values = fp4kit.fake_quantize(to_numpy(model.seen[layer]), "nvfp4-te", tensor_amax=amaxes[of])
