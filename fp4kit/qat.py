@@ -26,7 +26,7 @@ from fp4kit.contract.engine_table import TORCH
 from fp4kit.contract.engines import Serving, serving_of
 from fp4kit.recipes import Recipe, recipe_of, rules
 from fp4kit.recipes.schema import as_stored, decoding
-from fp4kit.storage.files import CheckpointError, similar_glob
+from fp4kit.storage.files import CheckpointError, listed, similar_glob
 from fp4kit.training.settings import are_words
 
 ParameterKind = Literal["matrix", "stack", "convolution", "embedding", "conv1d"]
@@ -100,6 +100,11 @@ class QatChoice:
     exclude: tuple[str, ...] = ()
     include: tuple[str, ...] = ()
     serving: Serving | None = None
+
+    @property
+    def names_format(self) -> bool:
+        """True if the user names the engine or the format in which the model will be served."""
+        return self.format is not None or self.serving is not None
 
     @classmethod
     def of_engine(cls, op: str, row: Serving, config: Any, **patterns: Any) -> QatChoice:
@@ -220,6 +225,9 @@ def make_plan(choice: QatChoice, weights: Sequence[TrainedWeight]) -> QatPlan:
     shares = shares if choice.serving is None else choice.serving.shares_amax
     groups = shared_amax_groups(row.layer for row in selected) if shares else {}
     _warn_of_halves(choice.op, rows)
+    if choice.names_format and (wrong := [row.name for row in selected if row.kind == "convolution"]):
+        text = "fp4kit convert leaves convolutions unquantized, so the served values differ from the trained ones"
+        warnings.warn(f"{choice.op}: {listed(wrong)}: {text}; leave them out of parameters= and include=", stacklevel=4)
     rows = [
         replace(row, reason=row.reason.removesuffix(_PRESET), group=groups.get(row.layer, "") if row.quantized else "")
         for row in rows
@@ -253,6 +261,7 @@ def _decided(choice: QatChoice, weights: Sequence[TrainedWeight], form: Containe
     multiple = choice.recipe.length_multiple if form is None else form.row_multiple
     facts = selection.model_facts(choice.config or {})
     selector = selection.Selector(selection.Wishes(preset="experts" if experts_only(form) else "linear"), multiple)
+    is_served = choice.config is not None or choice.names_format
     for weight in weights:
         name, dtype = unwrapped(weight.saved), _SAFETENSORS.get(weight.dtype, weight.dtype)
         decision = selector.decide(selection.Candidate(name, weight.layer, dtype, weight.shape, facts))
@@ -269,7 +278,7 @@ def _decided(choice: QatChoice, weights: Sequence[TrainedWeight], form: Containe
             reason = f"exclude {pattern!r}"
         elif not any(fnmatchcase(weight.name, p) for p in choice.parameters):
             reason = f"{_UNNAMED}{choice.parameters!r}"
-        elif weight.kind == "convolution" and choice.config is not None:
+        elif weight.kind == "convolution" and is_served and weight.name not in choice.parameters:
             reason = "convolution, which fp4kit convert leaves unquantized"
         elif is_conv1d:
             reason = _TRANSPOSED

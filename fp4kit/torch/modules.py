@@ -68,8 +68,9 @@ def fake_quantize_model(
 
     - those that `fp4kit convert` quantizes: linear layers and stacks of experts. Embeddings, output heads, routers and
       vision towers stay unquantized.
-    - torch.nn.Conv1d, Conv2d and Conv3d, in a model without a config. Blocks run along the flattened filter. A model of
-      transformers or Diffusers has a config, and `fp4kit convert` leaves its convolutions unquantized.
+    - torch.nn.Conv1d, Conv2d and Conv3d, if the model has no config, and neither `format` nor `engine` is given. Blocks
+      run along the flattened filter. Otherwise they stay unquantized, as in `fp4kit convert`, except those that
+      `parameters` names without wildcards.
 
     Layers that engines fuse (q, k and v; gate and up; w1 and w3) share one tensor amax, as in the converter.
 
@@ -118,6 +119,7 @@ def fake_quantize_model(
 
     Warns:
         UserWarning: some layers of a fused layer are quantized, and others are not.
+        UserWarning: a convolution is quantized although `format` or `engine` is given, so the served values differ.
         UserWarning: with settings, a wildcard of settings.parameters matches no parameter, or a parameter with fewer
             than two dimensions is quantized.
 

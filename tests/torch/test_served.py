@@ -375,7 +375,8 @@ def test_convolutions_and_embeddings():
         return torch.nn.ModuleDict({**layers, "norm": torch.nn.LayerNorm(32), "fc": torch.nn.Linear(32, 8)})
 
     a = model()
-    names = ft.fake_quantize_model(a, "nvfp4-te", format="modelopt")
+    with pytest.warns(UserWarning, match="conv.weight: fp4kit convert leaves convolutions unquantized, so the served"):
+        names = ft.fake_quantize_model(a, "nvfp4-te", format="modelopt", parameters=("*", "conv.weight", "thin.weight"))
     assert names == ["conv.weight", "fc.weight"]
     reasons = {row.name: row.reason for row in names.plan.rows}
     assert reasons["thin.weight"] == "K = 9 is not a multiple of 16"
@@ -385,6 +386,11 @@ def test_convolutions_and_embeddings():
     assert torch.equal(a["conv"].weight, served_values(w.flatten(1)).view(w.shape))
     b = model()
     assert ft.fake_quantize_model(b, "nvfp4-te", include=("embed.*",), config={}) == ["embed.weight", "fc.weight"]
+    assert ft.fake_quantize_model(model(), "nvfp4-te") == ["conv.weight", "fc.weight"]
+    for known in ({"recipe": "nvfp4-te", "format": "modelopt"}, {"engine": "transformers", "scheme": "nvfp4-w4a16"}):
+        names = ft.fake_quantize_model(model(), **known, parameters=("*.weight",))
+        reasons = {row.name: row.reason for row in names.plan.rows}
+        assert names == ["fc.weight"] and reasons["conv.weight"].endswith("which fp4kit convert leaves unquantized")
 
 
 WRONG = {
