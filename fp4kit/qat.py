@@ -273,7 +273,7 @@ def _decided(choice: QatChoice, weights: Sequence[TrainedWeight], form: Containe
             yield replace(weight, quantized=True, reason="include")
             continue
         pattern = next((p for p in choice.exclude if fnmatchcase(weight.name, p)), None)
-        quantized, reason = False, decision.reason
+        quantized, reason = False, _of_module(weight, decision.reason)
         if pattern is not None:
             reason = f"exclude {pattern!r}"
         elif not any(fnmatchcase(weight.name, p) for p in choice.parameters):
@@ -291,6 +291,17 @@ def _decided(choice: QatChoice, weights: Sequence[TrainedWeight], form: Containe
             if weight.kind == "convolution":
                 reason = "convolution; fp4kit convert leaves it unquantized"
         yield replace(weight, quantized=quantized, reason=reason)
+
+
+def _of_module(weight: TrainedWeight, reason: str) -> str:
+    """Return the reason for a parameter. A matrix that is no layer's .weight gets one that names its PyTorch module."""
+    is_matrix = len(weight.shape) > 1 and "float" in weight.dtype and weight.leaf not in ("weight", "bias")
+    if reason != selection.NOT_A_WEIGHT or not is_matrix or weight.module is None:
+        return reason
+    kind = next(one for one in type(weight.module).mro() if not one.__name__.startswith("Parametrized"))
+    name = f"nn.{kind.__name__}" if kind.__module__.startswith("torch.nn.") else kind.__name__
+    what = "packed q/k/v" if weight.leaf == "in_proj_weight" else "weight" if "weight" in weight.leaf else "parameter"
+    return f"{what} of {name}: not supported"
 
 
 def _include_faults(weight: TrainedWeight, multiple: int, is_conv1d: bool) -> Iterator[str | bool]:

@@ -393,6 +393,19 @@ def test_convolutions_and_embeddings():
         assert names == ["fc.weight"] and reasons["conv.weight"].endswith("which fp4kit convert leaves unquantized")
 
 
+def test_weights_of_other_layers_are_named():
+    layers = {"mha": torch.nn.MultiheadAttention(32, 2), "lstm": torch.nn.LSTM(32, 32), "fc": torch.nn.Linear(32, 8)}
+    model = torch.nn.ModuleDict(layers)
+    model.position = torch.nn.Parameter(torch.zeros(1, 4, 32))
+    torch.nn.utils.parametrize.register_parametrization(model["lstm"], "weight_hh_l0", torch.nn.Identity())
+    names = ft.fake_quantize_model(model, "nvfp4-te")
+    reasons = {row.name: row.reason for row in names.plan.rows}
+    assert reasons["mha.in_proj_weight"] == "packed q/k/v of nn.MultiheadAttention: not supported"
+    assert reasons["lstm.weight_ih_l0"] == reasons["lstm.weight_hh_l0"] == "weight of nn.LSTM: not supported"
+    assert reasons["position"] == "parameter of nn.ModuleDict: not supported"
+    assert reasons["lstm.bias_ih_l0"] == reasons["fc.bias"] == "not a weight"
+
+
 WRONG = {
     "a wildcard": (
         {"parameters": ("*.mlp.*", "*.mpl.up_proj.weight")},

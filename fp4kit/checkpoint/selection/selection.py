@@ -87,6 +87,7 @@ _MAX_LAYERS = 100_000
 LAYER_LISTS = ("layers", "h", "blocks", "block", "layer", "blk")
 STACKS = tuple("gate_up_proj gate_proj up_proj down_proj w1 w2 w3 w13".split())  # leaf names of stacks of experts
 OUTPUT_HEAD = "output head"  # the beginning of the reason that the rule _head returns
+NOT_A_WEIGHT = "not a weight"  # the reason for a tensor that is neither .weight of a module nor a stack of experts
 UNSUPPORTED_STACK = "unsupported expert stack"  # the beginning of the reason that the rule _other_stack returns
 GRANITE_STACKS = ("input_linear", "output_linear")  # Granite's names of stacks of experts, which are not supported
 # Names of towers: encoders of images, video and sound, the projectors that join them to the language model, and speech
@@ -419,7 +420,7 @@ def _module_rule(what: str, prefix: Callable[[Candidate], str | None]) -> Rule:
 FIRST_RULES = (  # tested before --keep-first and --keep-last
     Rule(_adapter, False),
     Rule(_other_stack, True),
-    Rule(lambda tensor: None if tensor.is_weight else "not a weight", False),
+    Rule(lambda tensor: None if tensor.is_weight else NOT_A_WEIGHT, False),
     Rule(_rank, False),
     Rule(_diffusers, True),
     _module_rule("vision or audio tower", lambda tensor: tensor.up_to("tower")),
