@@ -252,8 +252,13 @@ def _form_for(choice: QatChoice) -> tuple[Container | None, str]:
         return Request(choice.recipe, choice.format).form_for(choice.config or {}), ""
     except CheckpointError as error:
         if choice.format is not None:
-            raise
-        return None, str(error)
+            raise CheckpointError(f"{choice.op}: {in_python(error)}") from None
+        return None, in_python(error)
+
+
+def in_python(error: CheckpointError) -> str:
+    """Return the message of an error of the converter, with arguments of Python in place of options."""
+    return re.sub(r"--format ([\w-]+)", r"format='\1'", str(error)).replace("with --keep", "with exclude=")
 
 
 def _decided(choice: QatChoice, weights: Sequence[TrainedWeight], form: Container | None) -> Iterator[TrainedWeight]:

@@ -17,10 +17,10 @@ from fp4kit.arrays.imports import is_distributed
 from fp4kit.calibration import Collector
 from fp4kit.call.inputs import by_input_global_scale
 from fp4kit.checkpoint.plan.scale_search import Activations
-from fp4kit.qat import TrainedWeight, rule_of_inputs
+from fp4kit.qat import TrainedWeight, in_python, rule_of_inputs
 from fp4kit.recipes import Recipe, recipe_of
 from fp4kit.recipes.table import from_spec, to_spec
-from fp4kit.storage.files import listed
+from fp4kit.storage.files import CheckpointError, listed
 from fp4kit.torch.functions import fake_quantize
 from fp4kit.torch.parameters import Renamed, largest, renaming_of
 from fp4kit.training.settings import naming
@@ -272,7 +272,10 @@ def input_hooks(
     layers = {one.saved.removesuffix(".weight"): int(one.shape[-1]) for one in linear}
     if divisors is not None:
         return _hooks_by_divisors(op, linear, r, divisors)
-    found: Mapping[str, Any] = {} if amaxes is None else _amaxes(op, r, amaxes).of_layers(layers)
+    try:
+        found: Mapping[str, Any] = {} if amaxes is None else _amaxes(op, r, amaxes).of_layers(layers)
+    except CheckpointError as error:
+        raise CheckpointError(f"{op}: {in_python(error)}") from None
     spec, numbers = to_spec(r), {name: float(amax) for name, amax in found.items()}
     return [(one, InputHook(spec, numbers.get(one.saved.removesuffix(".weight")))) for one in linear]
 

@@ -417,7 +417,7 @@ WRONG = {
     "all": ({"exclude": ("*",)}, ValueError, r"no parameter is left to quantize: .*\(exclude '\*'\)"),
     "text": ({"parameters": "*"}, TypeError, r"parameters is '\*'; needs a tuple of wildcards, such as"),
     "a norm": ({"include": ("model.norm.weight",)}, ValueError, r"which has shape \(64,\); needs two dimensi"),
-    "format": ({"format": "modlopt"}, CheckpointError, r"^format modlopt: unknown; use one of modelopt"),
+    "format": ({"format": "modlopt"}, CheckpointError, r"^fake_quantize_model: format modlopt: unknown; use one of"),
     "unstorable": ({"format": "mlx", "config": CONFIG}, CheckpointError, r"mlx"),
 }
 
@@ -831,7 +831,9 @@ def test_errors_leave_the_model_as_it_was():
     model = Mlp()
     with pytest.raises(TypeError, match=r"input_amaxes are given without activations; pass activations='nvfp4-te' too"):
         ft.fake_quantize_model(model, "nvfp4-te", input_amaxes=Collector())
-    with pytest.raises(ValueError, match=r"1 of 3 layers were not measured: down_proj"):
+    with pytest.raises(ValueError, match=r"^fake_quantize_model: format='fp8' holds .*; use format='compressed-ten"):
+        ft.fake_quantize_model(model, "nvfp4-te", format="fp8")
+    with pytest.raises(ValueError, match=r"^fake_quantize_model: .* layers were not measured: down_proj; .* exclude=$"):
         ft.fake_quantize_model(model, "nvfp4-te", activations="nvfp4-te", input_amaxes={"up_proj": 1})
     for wrong in ({"recipe": "mxfp4-mslk-stochastic"}, {"recipe": "mxfp4", "activations": "if4-fouroversix-ms-eden"}):
         with pytest.raises(ValueError, match=r"^fake_quantize_model: rounding is 'nearest', but .* only rounds "):
