@@ -133,6 +133,17 @@ def suggestion(name: str, known: Iterable[str], most: int = 1) -> str:
     return f"; did you mean {' or '.join(closest)}?" if closest else ""
 
 
+def only_public(module: dict[str, Any]) -> None:
+    """Let dir() of a module, given by its globals(), show only __all__, and errors suggest these names."""
+
+    def missing(name: str) -> Any:
+        near = suggestion(name, module["__all__"])
+        raise AttributeError(f"module {module['__name__']!r} has no attribute {name!r}{near}", name=name)
+
+    module["__dir__"] = lambda: list(module["__all__"])
+    module["__getattr__"] = missing  # set here, because type checkers accept any attribute beside a def __getattr__
+
+
 def no_argument(op: str, name: str, known: Collection[str]) -> TypeError:
     """Return the error for a keyword that a function does not have. known: the keywords that it has."""
     similar = get_close_matches(name, known, n=1)

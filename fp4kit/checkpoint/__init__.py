@@ -6,6 +6,7 @@
 ``convert_tensors`` and ``TensorConverter`` apply the rules of a conversion to tensors that are already in memory.
 """
 
+from fp4kit.arguments import only_public
 from fp4kit.checkpoint.convert.convert import ConversionReport, convert, execute
 from fp4kit.checkpoint.convert.in_memory import Rules, TensorConverter, convert_tensors
 from fp4kit.checkpoint.delta import apply, diff
@@ -41,3 +42,5 @@ __all__ = [
     "make_plan",
     "open_checkpoint",
 ]
+
+only_public(globals())

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from fp4kit.arguments import only_public
 from fp4kit.jax.functions import dequantize, fake_quantize, fake_quantize_grouped, linear, quantize
 from fp4kit.jax.served_params import ServedParams, fake_quantize_model
 from fp4kit.quantized.container import Quantized
@@ -25,10 +26,7 @@ __all__ = [
     "quantize",
 ]
 
-
-def __dir__() -> list[str]:
-    """Return the public names, so that completion shows no others."""
-    return list(__all__)
+only_public(globals())
 
 
 def _with_keys(q: Quantized) -> tuple[Any, Any]:

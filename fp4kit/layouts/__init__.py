@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fp4kit.arguments import as_index, as_shape, index_of, is_one_of
+from fp4kit.arguments import as_index, as_shape, index_of, is_one_of, only_public
 from fp4kit.arrays.imports import import_arrays
 from fp4kit.arrays.returns import returns_in_library
 from fp4kit.formats import MXFP4, NVFP4, Packing
@@ -42,10 +42,7 @@ __all__ = [
     "unswizzle_scales",
 ]
 
-
-def __dir__() -> list[str]:
-    """Return the public names, so that completion shows no others."""
-    return list(__all__)
+only_public(globals())
 
 
 _NIBBLES = Packing(codes=2, bytes=1)

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from fp4kit import formats
-from fp4kit.arguments import as_index, as_mapping, written
+from fp4kit.arguments import as_index, as_mapping, only_public, written
 from fp4kit.arrays.imports import import_to_host
 from fp4kit.formats import IF4_INTEGER_BIT, ElementFormat, IntegerOrFloat
 from fp4kit.layouts import unpacked, unswizzle_scales
@@ -51,10 +51,7 @@ __all__ = [
     "use_style",
 ]
 
-
-def __dir__() -> list[str]:
-    """Return the public names, so that completion shows no others."""
-    return list(__all__)
+only_public(globals())
 
 
 def histogram(q: Quantized, *, ax: Any = None) -> Any:

@@ -15,6 +15,7 @@ and CUDA graphs work, on CPU and CUDA. In compiled code, quantize, dequantize an
 PyTorch 2.13, because earlier versions do not trace objects made without their constructor.
 """
 
+from fp4kit.arguments import only_public
 from fp4kit.quantized.slicing import (
     allow_torch_load,
     rebuild_quantized,  # noqa: F401  # pickles name it here
@@ -50,10 +51,7 @@ __all__ = [
     "remove_fake_quantization",
 ]
 
-
-def __dir__() -> list[str]:
-    """Return the public names, so that completion shows no others."""
-    return list(__all__)
+only_public(globals())
 
 
 register_quantized()

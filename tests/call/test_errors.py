@@ -401,6 +401,11 @@ def test_modules_are_imported_at_their_first_use():
 def test_a_misspelled_name_of_the_package():
     with pytest.raises(AttributeError, match=r"^module 'fp4kit' has no attribute 'quantise'; did you mean quantize\?$"):
         fp4kit.quantise  # noqa: B018  (the access is what is tested)
+    for name, near in (("plot", "block"), ("torch", "collect"), ("jax", "dequantize"), ("checkpoint", "convert")):
+        module = pytest.importorskip(f"fp4kit.{name}")
+        with pytest.raises(AttributeError, match=rf"^module 'fp4kit\.{name}' has .*; did you mean {near}\?$"):
+            getattr(module, near[:-1])
+        assert dir(module) == sorted(module.__all__)
     with pytest.raises(AttributeError, match=r"^module 'fp4kit.formats' has .* 'E2M2'; did you mean E6M2 or E5M2 or"):
         fp4kit.formats.E2M2  # noqa: B018
 
