@@ -412,7 +412,8 @@ def table_of(plan: QatPlan, of_inputs: str) -> str:
     """Return a table of all parameters as text: what is fake-quantized, what is not, and why."""
     # of_inputs: a line about the inputs of layers; "" if they stay unquantized.
     engine = plan.serving
-    served = f"values as served from --format {plan.format}" if plan.format else f"no checkpoint: {plan.note}"
+    unwritten = f"no checkpoint: {plan.note}" if plan.note else "values of no quantized checkpoint"
+    served = f"values as served from --format {plan.format}" if plan.format else unwritten
     if engine is not None and engine.container and engine.format is None:
         served = f"values as {engine.engine} serves them from {engine.container}"
     if plan.served_dtype is not None:

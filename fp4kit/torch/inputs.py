@@ -269,6 +269,12 @@ def input_hooks(
     linear = [one for one in weights if one.leaf == "weight" and isinstance(one.module, torch.nn.Linear)]
     if not linear:
         raise ValueError(f"{op}: activations={r.id!r}, but no torch.nn.Linear is fake-quantized; leave it out")
+    unseen = torch.nn.modules.linear.NonDynamicallyQuantizableLinear
+    if names := [one.name for one in linear if isinstance(one.module, unseen)]:
+        raise ValueError(
+            f"{op}: {listed(names)}: torch.nn.MultiheadAttention does not call this layer, so its inputs cannot be"
+            " fake-quantized; leave it out with exclude"
+        )
     layers = {one.saved.removesuffix(".weight"): int(one.shape[-1]) for one in linear}
     if divisors is not None:
         return _hooks_by_divisors(op, linear, r, divisors)

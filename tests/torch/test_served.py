@@ -849,6 +849,9 @@ def test_errors_leave_the_model_as_it_was():
         amaxes = {"gate_proj": 1, "up_proj": amax, "down_proj": 1}
         with pytest.raises(error, match=re.escape(f"fake_quantize_model: input_amaxes['up_proj'] {text}")):
             ft.fake_quantize_model(model, "nvfp4-te", activations="nvfp4-te", input_amaxes=amaxes)
+    attention = torch.nn.MultiheadAttention(32, 2)
+    with pytest.raises(ValueError, match=r"out_proj.weight: torch.nn.MultiheadAttention does not call this layer, so"):
+        ft.fake_quantize_model(attention, "nvfp4-te", activations="nvfp4-te")
     with pytest.raises(ValueError, match=r"activations='nvfp4-te', but no torch.nn.Linear is fake-quantized"):
         ft.fake_quantize_model(torch.nn.Sequential(torch.nn.Conv1d(16, 8, 1)), "nvfp4-te", activations="nvfp4-te")
     assert not any(torch.nn.utils.parametrize.is_parametrized(module) for module in model.modules())
