@@ -380,6 +380,9 @@ _FACTS = (
 )
 
 
+NAN_IN_COPY = "values that are NaN"
+
+
 def stored_issues(name: str, tally: StoredCounts) -> Iterator[Issue]:
     """Yield an issue for each count of a layer that should be 0 but is not, such as the number of NaN block scales."""
     for fact, severity, text in _FACTS:

@@ -75,9 +75,7 @@ def test_a_module_with_several_names(options):
 
 
 SETTINGS = FakeQuantSettings("nvfp4-te", parameters=("*.weight",))
-NONE = (
-    r"settings include no parameter .*none matches parameters=\('0\.wieght',\); did you mean '0\.weight'\?; its"
-)
+NONE = r"settings include no parameter .*none matches parameters=\('0\.wieght',\); did you mean '0\.weight'\?; its"
 WRONG = {
     "model": (("x", SETTINGS), {}, TypeError, r"^fake_quantize_model: model is 'x'; needs a Module"),
     "recipe": ((None, 4), {}, TypeError, r"^fake_quantize_model: recipe is 4; needs a recipe id, such as 'nvfp4-te'"),

@@ -38,7 +38,7 @@ from fp4kit.checkpoint.convert.job import (
 )
 from fp4kit.checkpoint.convert.rows import refused_carry
 from fp4kit.checkpoint.executors import Options, Prefetcher, executor_of, pending_limit, run_all, start_devices
-from fp4kit.checkpoint.findings import check_engine, findings_of_files, judged_for, opened, stored_issues
+from fp4kit.checkpoint.findings import NAN_IN_COPY, check_engine, findings_of_files, judged_for, opened, stored_issues
 from fp4kit.checkpoint.model import model_files
 from fp4kit.checkpoint.model.doubts import CERTAIN, SWAPPED_NIBBLES, swapped_layers
 from fp4kit.checkpoint.model.slabs import SLAB_BYTES
@@ -82,7 +82,8 @@ class ConversionReport:
             ``execute`` found the result of an earlier, completed run.
         losses: warnings about layers that lost their values, one per layer; () unless the plan allows this.
         nonfinite: layer name -> the number of values of its source that are NaN or infinite, for the layers that have
-            any. They were kept or replaced, as the plan's ``nonfinite`` says. Copied tensors are not examined.
+            any. They were kept or replaced, as the plan's ``nonfinite`` says. Of a copied tensor, NaN are counted, and
+            kept.
     """
 
     plan: Plan
@@ -174,6 +175,7 @@ class ConversionReport:
                 found += stored_issues(name, total(layer.tally for layer in layers))
                 doubts = dict.fromkeys(layer.doubt for layer in layers if layer.doubt)
                 found += [Issue("error" if one in CERTAIN else "warning", name, one) for one in doubts]
+        found += [Issue("error", one.layer or one.key, NAN_IN_COPY, count=one.nan) for one in self.done if one.nan]
         return tuple(judged_for(self.plan, found))
 
     @lazy_property
@@ -435,15 +437,18 @@ def finished_before(plan: Plan, target: Path) -> ConversionReport | None:
     keys = [job.key for job in jobs_of(plan, _nowhere(plan))]
     if found is None or not found.done.keys() >= {*keys}:
         return None
-    nonfinite = _nonfinite(found.measured[key] for key in keys if key in found.measured)
-    return ConversionReport(plan, target, tuple(found.done[key] for key in keys), nonfinite=nonfinite)
+    done = tuple(found.done[key] for key in keys)
+    nonfinite = _nonfinite((found.measured[key] for key in keys if key in found.measured), done)
+    return ConversionReport(plan, target, done, nonfinite=nonfinite)
 
 
-def _nonfinite(measured: Iterable[Measured]) -> dict[str, int]:
+def _nonfinite(measured: Iterable[Measured], done: Iterable[Done]) -> dict[str, int]:
     """Return ConversionReport.nonfinite."""
     found: Counter[str] = Counter()
     for one in measured:
         found[one.key.rpartition("#")[0]] += one.nonfinite
+    for copy in done:
+        found[copy.layer or copy.key] += copy.nan
     return dict(+found)
 
 
@@ -536,8 +541,9 @@ class _Run:
             if not self.is_file:
                 self._write_beside(scheduler.digests, executor)
             self.losses = self._losses(scheduler.done.values())
-        self.nonfinite = _nonfinite(scheduler.measured[job.key] for job in all_jobs if job.is_measured)
-        return tuple(scheduler.done[job.key] for job in all_jobs)
+        done = tuple(scheduler.done[job.key] for job in all_jobs)
+        self.nonfinite = _nonfinite((scheduler.measured[job.key] for job in all_jobs if job.is_measured), done)
+        return done
 
     def _losses(self, done: Iterable[Done]) -> tuple[str, ...]:
         """Return a warning for each layer that lost its values."""

@@ -331,6 +331,7 @@ class Done(NamedTuple):
         survival: how much of an adapter's update is left; zeros if the job added no update.
         is_weak: True if many new blocks are zero, or have a scale at an end of its format, so that their values may be
             lost.
+        nan: the number of NaN in a tensor that was copied.
     """
 
     key: str
@@ -341,6 +342,7 @@ class Done(NamedTuple):
     changes: Changes = Changes()
     survival: Survival = Survival()
     is_weak: bool = False
+    nan: int = 0
 
     @property
     def layer(self) -> str:

@@ -71,7 +71,12 @@ from fp4kit.checkpoint.model.slabs import (
     trouble_with_scales,
     values_of,
 )
-from fp4kit.checkpoint.model.statistics import amax_and_nonfinite, amax_and_nonfinite_on, reach_and_lost_blocks
+from fp4kit.checkpoint.model.statistics import (
+    amax_and_nonfinite,
+    amax_and_nonfinite_on,
+    count_nan,
+    reach_and_lost_blocks,
+)
 from fp4kit.checkpoint.model.weights import Q8_0, Located
 from fp4kit.checkpoint.plan.request import Request
 from fp4kit.reference.dequantize import changed_values
@@ -152,9 +157,16 @@ def produce(job: Job, shared: Measured | None, readers: Readers, output: Sink) -
     action, done = job.action, Done(job.key, "", job.action)
     values_are_kept = shared is not None and not (shared.nonfinite and job.nonfinite == "saturate")
     if isinstance(job.source, Located):
-        nbytes = job.source.entry.nbytes
+        nbytes, dtype = job.source.entry.nbytes, job.source.entry.dtype
         for start in range(0, nbytes, PIECE):
-            output.put(VALUES, readers.bytes(job.source, start, min(PIECE, nbytes - start)))
+            data = readers.bytes(job.source, start, min(PIECE, nbytes - start))
+            output.put(VALUES, data)
+            done = done._replace(nan=done.nan + count_nan(data, dtype))
+        if done.nan and job.nonfinite == "error":
+            count = f"{done.nan} of {prod(job.source.entry.shape)} values are NaN"
+            raise CheckpointError(
+                f"{shown(job.source.entry.name)}: {count}; repair the source, or use --nonfinite keep"
+            )
     elif action == DEQUANTIZE:
         done = _dequantize(job, readers, output, None if values_are_kept else shared)
     elif action == RENAME:
@@ -422,8 +434,8 @@ class Journal:
 
 def _done_of(key: str, crc32: str, action: str, replaced: int, *rest: Any) -> Done:
     """Return the Done in the fields of a line of the journal."""
-    losses, changes, survival, is_weak = rest
-    return Done(key, crc32, action, replaced, Losses(*losses), Changes(*changes), Survival(*survival), is_weak)
+    losses, changes, survival, *others = rest
+    return Done(key, crc32, action, replaced, Losses(*losses), Changes(*changes), Survival(*survival), *others)
 
 
 def key_of_lines(path: Path) -> str | None:

@@ -40,7 +40,7 @@ from fp4kit.checkpoint.selection.names import shared_amax_groups
 from fp4kit.cpu.engine import compare_stored
 from fp4kit.formats import FLT_MIN, ElementFormat
 from fp4kit.ops.amax import amax
-from fp4kit.storage.files import listed
+from fp4kit.storage.files import FLOAT_DTYPES, NUMPY_DTYPES, listed
 
 
 def sqnr_db(signal: float, noise: float) -> float:
@@ -390,6 +390,14 @@ def amax_and_nonfinite(x: np.ndarray) -> tuple[np.float32, int]:
             top, bad = bits[finite].max(initial=0), bad + bits.size - int(np.count_nonzero(finite))
         largest = max(largest, top)
     return np.array([largest]).view(x.dtype).astype(np.float32)[0], bad
+
+
+def count_nan(data: npt.NDArray[np.uint8], dtype: str) -> int:
+    """Return the number of NaN in the bytes of a tensor; 0 if its dtype is not F32, F16 or BF16."""
+    if dtype not in FLOAT_DTYPES:
+        return 0
+    values = data.view(NUMPY_DTYPES[dtype])
+    return int(np.count_nonzero(magnitude_bits(values) > magnitude_bits(np.array([np.inf], values.dtype))[0]))
 
 
 def amax_and_nonfinite_on(device: int, x: np.ndarray) -> tuple[np.float32, int]:

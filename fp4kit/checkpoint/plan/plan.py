@@ -418,7 +418,7 @@ def jobs_of(
             # "#", append "#", so that the key of the copy differs from all of them.
             key = f"{tensor.name}#" if "#" in tensor.name else tensor.name
             target = job.Target(table.VALUES, path, at, tensor.bytes_in, tensor.dtype)
-            yield job.Job(key, job.COPY, tensor.place, (target,))
+            yield job.Job(key, job.COPY, tensor.place, (target,), nonfinite=plan.request.nonfinite)
             continue
         recipe, search = tensor.recipe or plan.recipe, plan.request.search
         if search is not None and not search.supports(recipe):

@@ -41,7 +41,7 @@ from fp4kit.checkpoint.model.doubts import doubt_of
 from fp4kit.checkpoint.model.inspect import inspect_checkpoint
 from fp4kit.checkpoint.model.model_files import Source
 from fp4kit.checkpoint.model.slabs import Readers, Slab, slabs, values_of
-from fp4kit.checkpoint.model.statistics import StoredCounts, sqnr_db, tally, total
+from fp4kit.checkpoint.model.statistics import StoredCounts, count_nan, sqnr_db, tally, total
 from fp4kit.checkpoint.model.transforms import Counterparts, Origin, TurnedOrigin, decodable, origins, resolved
 from fp4kit.checkpoint.model.weights import Located, Weight, WeightRotation
 from fp4kit.checkpoint.plan.other_models import ADAPTER_SCALES, LoraAdapter
@@ -445,10 +445,11 @@ def rows_of(origin: Origin, start: int, count: int) -> Origin:
     return replace(origin, span=(first, first + count))
 
 
-def differing_bytes(stored: Located, source: Located) -> int:
-    """Return the number of bytes that differ between an unconverted tensor and the source's tensor of the same name."""
+def differing_bytes(stored: Located, source: Located) -> tuple[int, int]:
+    """Return (bytes that differ, NaN) of an unconverted tensor and the source's tensor of the same name."""
     # The tensors must have equally many values.
-    found = 0
+    found = nan = 0
+    dtype = stored.entry.dtype
     element = {"F8_E4M3": E4M3, "F8_E5M2": E5M2}.get(source.entry.dtype)
     have, want = (NUMPY_DTYPES.get(place.entry.dtype) for place in (stored, source))
     want = want if element is None else np.dtype(np.uint8)
@@ -464,7 +465,8 @@ def differing_bytes(stored: Located, source: Located) -> int:
                 rounded = x if have == want else values.astype(have).view(np.uint8)
             own = readers.bytes(stored, start * have.itemsize, count * have.itemsize)
             found += int(np.count_nonzero(own != rounded))
-    return found
+            nan += count_nan(own, dtype)
+    return found, nan
 
 
 _MOST_MATRICES, _SAMPLED_ELEMENTS = 256, 1 << 23  # the largest sample, so that a conversion reports its error at once

@@ -483,10 +483,11 @@ def execute(prepared: Verification, options: Options | None = None) -> VerifyRep
     workers = min(num_threads(), MOST_PROCESSES) if options.processes and prepared.nbytes >= FROM_BYTES else 1
     with executor_of(options.executor, options.workers or workers, bool(options.devices)) as executor:
         found = list(reencode.run(prepared.checks, executor, tick))
-        changed = []
-        for stored, count in run_all(executor, deque((_copy_differs, pair) for pair in prepared.copies)):
+        changed, copies_with_nan = [], []
+        for stored, count, nan in run_all(executor, deque((_copy_differs, pair) for pair in prepared.copies)):
             tick(stored.entry.nbytes)
             changed += [(stored.entry.name, count)] if count else []
+            copies_with_nan += [Issue("error", stored.entry.name, findings.NAN_IN_COPY, count=nan)] if nan else []
         file_differences = differences(prepared.root, executor)
     differing = {name for name, _ in changed}
     pairs = [pair for pair in prepared.copies if pair[0].entry.name in differing]
@@ -496,6 +497,7 @@ def execute(prepared: Verification, options: Options | None = None) -> VerifyRep
         issues = [
             *_issues_of_files(prepared.root, file_differences or ()),
             *prepared.issues,
+            *copies_with_nan,
             *_issues_of_layers(prepared, found, layers, smoothing, readers),
             *[Issue("error", "model", _NO_LAYERS)] * (not layers and file_differences is None),
         ]
@@ -521,9 +523,9 @@ def execute(prepared: Verification, options: Options | None = None) -> VerifyRep
     )
 
 
-def _copy_differs(stored: Located, source: Located) -> tuple[Located, int]:
-    """Compare an unconverted tensor with its source tensor. Return (``stored``, number of bytes that differ)."""
-    return stored, reencode.differing_bytes(stored, source)
+def _copy_differs(stored: Located, source: Located) -> tuple[Located, int, int]:
+    """Compare an unconverted tensor with its source tensor. Return (``stored``, bytes that differ, NaN)."""
+    return stored, *reencode.differing_bytes(stored, source)
 
 
 def _issues_of_files(root: Path, file_differences: Iterable[str]) -> Iterator[Issue]:

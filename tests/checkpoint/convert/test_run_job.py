@@ -21,6 +21,7 @@ import fp4kit
 from fp4kit.checkpoint.convert.convert import ConversionReport, convert
 from fp4kit.checkpoint.loaders import support
 from fp4kit.checkpoint.model.statistics import amax_and_nonfinite
+from fp4kit.checkpoint.verify.verify import verify
 
 FLOAT_TARGETS = [
     ("nvfp4-te", "modelopt"),
@@ -239,6 +240,22 @@ def test_nonfinite_policies(tmp_path: Path, recipe: str, format: str, dtype: Any
     )
     tensors["mlp.gate_proj.weight"][1, 2:5] = 0, largest, -largest
     assert load(tmp_path / "saturate") == expected(tensors, names, recipe, format)
+
+
+@pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16, np.float32])
+def test_nan_of_a_copied_tensor(tmp_path: Path, dtype: Any) -> None:
+    """Infinities of a copied tensor, such as those of a mask, are no fault."""
+    w = np.ones((64, 64), dtype)
+    tensors = {"a.up_proj.weight": w, "norm.weight": np.array([np.nan, 1, -np.nan, np.inf], dtype), "b#.mask": np.full_like(w, -np.inf)}
+    synthetic.write_model(tmp_path / "m", {}, tensors)
+    with refused("norm.weight: 2 of 4 values are NaN; repair the source, or use --nonfinite keep"):
+        convert(tmp_path / "m", tmp_path / "out", "nvfp4-te")
+    assert not (tmp_path / "out").exists()
+    report = convert(tmp_path / "m", tmp_path / "out", "nvfp4-te", nonfinite="keep")
+    assert report.nonfinite == {"norm.weight": 2}
+    for found in (report.findings, verify(tmp_path / "out", tmp_path / "m").issues):
+        errors = [(one.subject, one.text, one.count) for one in found if one.severity == "error"]
+        assert errors == [("norm.weight", "values that are NaN", 2)]
 
 
 @pytest.mark.parametrize("fp8", [True, False])
