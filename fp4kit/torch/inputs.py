@@ -20,7 +20,7 @@ from fp4kit.checkpoint.plan.scale_search import Activations
 from fp4kit.qat import TrainedWeight, in_python, rule_of_inputs
 from fp4kit.recipes import Recipe, recipe_of
 from fp4kit.recipes.table import from_spec, to_spec
-from fp4kit.storage.files import CheckpointError, listed
+from fp4kit.storage.files import CheckpointError, counted, listed
 from fp4kit.torch.functions import fake_quantize
 from fp4kit.torch.parameters import Renamed, largest, renaming_of
 from fp4kit.training.settings import naming
@@ -286,14 +286,18 @@ def input_hooks(
     return [(one, InputHook(spec, numbers.get(one.saved.removesuffix(".weight")))) for one in linear]
 
 
-def line_of_inputs(hooks: Sequence[tuple[TrainedWeight, InputHook]]) -> str:
-    """Return the line about inputs of layers in the table of fake_quantize_model; "" without hooks."""
+def line_of_inputs(hooks: Sequence[tuple[TrainedWeight, InputHook]], stacks: int) -> str:
+    """Return the line about inputs of layers in the table of fake_quantize_model; "" without hooks.
+
+    stacks: the number of stacks of experts whose weights are quantized.
+    """
     if not hooks:
         return ""
     hook = hooks[0][1]
     static = "input_global_scales" if hook.given else "" if hook.amax is None else "amaxes"
     rule = rule_of_inputs(from_spec(hook.given or hook.recipe), static)
-    return f"inputs of {len(hooks)} torch.nn.Linear fake-quantized {rule}"
+    others = f"; those of {counted(stacks, 'stack')} of experts stay unquantized" if stacks else ""
+    return f"inputs of {len(hooks)} torch.nn.Linear fake-quantized {rule}{others}"
 
 
 def _hooks_by_divisors(

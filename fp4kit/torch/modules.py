@@ -27,6 +27,7 @@ from fp4kit.qat import QatChoice, QatPlan, QuantizedNames, TrainedWeight, engine
 from fp4kit.recipes import Recipe
 from fp4kit.recipes.table import to_spec
 from fp4kit.reference.tensor_rules import UNKNOWN, static_amax
+from fp4kit.storage.files import counted
 from fp4kit.torch import adapters as peft_layers
 from fp4kit.torch import parameters as stored
 from fp4kit.torch.adapters import Adapters, FakeQuantizing, fake_quantizing
@@ -119,6 +120,7 @@ def fake_quantize_model(
 
     Warns:
         UserWarning: some layers of a fused layer are quantized, and others are not.
+        UserWarning: vLLM or SGLang quantizes the inputs of stacks of experts, which stay unquantized here.
         UserWarning: a convolution is quantized although `format` or `engine` is given, so the served values differ.
         UserWarning: with settings, a wildcard of settings.parameters matches no parameter, or a parameter with fewer
             than two dimensions is quantized.
@@ -340,8 +342,15 @@ def _by_plan(
         peft_layers.attach(layer, fake_quantizing(base))
     for weight, hook in hooks:
         add_hook(weight.module, hook)
+    stacks = sum(weight.kind == "stack" for weight in plan.selected)
+    if hooks and stacks and choice.serving is not None and choice.serving.engine in ("vLLM", "SGLang"):
+        warnings.warn(
+            f"{OP}: the inputs of {counted(stacks, 'stack')} of experts stay unquantized, although"
+            f" {choice.serving.engine} quantizes them, so these layers are trained with other values",
+            stacklevel=3,
+        )
     layers_of_inputs = tuple(dict.fromkeys(weight.saved.removesuffix(".weight") for weight, _ in hooks))
-    return QuantizedNames(plan, layers_of_inputs, line_of_inputs(hooks))
+    return QuantizedNames(plan, layers_of_inputs, line_of_inputs(hooks, stacks))
 
 
 def _with_adapters(plan: QatPlan, merged: Collection[int]) -> QatPlan:

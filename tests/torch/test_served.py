@@ -782,6 +782,15 @@ def inputs_of(model, x):
     return found
 
 
+def test_inputs_of_experts_are_named_as_unquantized():
+    layers = torch.nn.ModuleDict({"experts": Experts(False), "q_proj": torch.nn.Linear(64, 64)})
+    by = {"engine": "vLLM", "scheme": "nvfp4-w4a4", "format": "modelopt"}
+    with pytest.warns(UserWarning, match="the inputs of 2 stacks of experts stay unquantized, although vLLM quantizes"):
+        names = ft.fake_quantize_model(torch.nn.ModuleDict({"mlp": layers}), **by, inputs={"mlp.q_proj": 2.0})
+    assert "inputs of 1 torch.nn.Linear fake-quantized" in str(names)
+    assert "; those of 2 stacks of experts stay unquantized\n" in str(names)
+
+
 def test_dynamic_amaxes():
     model, x = Mlp(), torch.randn(4, 64, requires_grad=True)
     names = ft.fake_quantize_model(model, "nvfp4-te", activations="nvfp4-te")

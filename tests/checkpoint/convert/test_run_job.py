@@ -246,7 +246,11 @@ def test_nonfinite_policies(tmp_path: Path, recipe: str, format: str, dtype: Any
 def test_nan_of_a_copied_tensor(tmp_path: Path, dtype: Any) -> None:
     """Infinities of a copied tensor, such as those of a mask, are no fault."""
     w = np.ones((64, 64), dtype)
-    tensors = {"a.up_proj.weight": w, "norm.weight": np.array([np.nan, 1, -np.nan, np.inf], dtype), "b#.mask": np.full_like(w, -np.inf)}
+    tensors = {
+        "a.up_proj.weight": w,
+        "norm.weight": np.array([np.nan, 1, -np.nan, np.inf], dtype),
+        "b#.mask": np.full_like(w, -np.inf),
+    }
     synthetic.write_model(tmp_path / "m", {}, tensors)
     with refused("norm.weight: 2 of 4 values are NaN; repair the source, or use --nonfinite keep"):
         convert(tmp_path / "m", tmp_path / "out", "nvfp4-te")
