@@ -34,6 +34,7 @@ _NARROW = {"bfloat16": np.dtype(ml_dtypes.bfloat16), "float16": np.dtype(np.floa
 _BLOCKS = (16, 32, 64, 128)
 _PROBE = 16  # rows on which every recipe is tried
 _EVERY = "every quantized layer differs, so the recipe or the weights are others"
+_SAME_CODES = "codes and scales are equal, so the sides only decode differently; decode alike, from one container"
 _UNKNOWN = "; either the weight is another one (stale), or fp4kit does not know the arithmetic"
 VECTOR = "nothing quantizes these values, so one side has others: stale ones, from an earlier step; send them again"
 _CORNER = 128  # rows and columns of which a matrix and its transpose are compared by their angle
@@ -376,6 +377,9 @@ def by_other_layers(
     for layer in found:
         if layer.name not in kept or kept[layer.name].known:
             yield layer
+            continue
+        if layer.same_codes:
+            yield replace(layer, setting=layer.setting or _SAME_CODES)
             continue
         one = kept[layer.name]
         text = _cause(layer, kept, owners, equal, labels)

@@ -343,6 +343,17 @@ def test_a_stale_norm_of_a_checkpoint(folder):
     assert "stale ones, from an earlier step" in layer.setting
 
 
+def test_rounding_between_two_containers_is_not_blamed_on_a_stale_weight(folder):
+    """Codes and scales are equal; tensor scales stored as divisors are not, in some layers only."""
+    for format, name in (("compressed-tensors", "ct"), ("modelopt", "mo")):
+        synthetic.dense(folder / f"dense {name}")
+        convert(folder / f"dense {name}", folder / name, "nvfp4-te", format=format)
+    found = parity(folder / "ct", folder / "mo")
+    assert any(one.equal for one in found.layers if one.kind == "weight") and found.differing
+    assert all(one.same_codes and one.setting.startswith("codes and scales are equal") for one in found.differing)
+    assert "stale" not in str(found) and "damaged" not in str(found)
+
+
 def test_a_layer_that_no_known_fault_explains_is_not_blamed_on_one():
     """Random codes are no transpose, no order and no other layer; the report then gives the nearest recipe only."""
     junk = served(W, packed=lambda q: np.random.default_rng(0).integers(0, 256, q.packed.shape, np.uint8))
