@@ -185,10 +185,13 @@ def check_engine(plan: Plan) -> None:
     row = plan.request.serving
     own = (one for one in plan.findings if row and one.severity == "error" and one.loader.startswith(f"{row.engine} "))
     if row and (one := next(own, None)):
+        names = [output.name for file in plan.files for output in file.outputs]
+        way = f"use {requirements.other_schemes(row, plan.source.config)}, --keep for these layers"
+        if one.text in {each.text for each in findings_of_rotation(plan.rotated_layers, names)}:  # in any scheme
+            way = "leave out --hadamard, leave out these layers with --keep"
         raise CheckpointError(
-            f"--engine {row}: {shown(one.subject)}: {shown(one.sentence)}; nothing was written; use"
-            f" {requirements.other_schemes(row, plan.source.config)}, --keep for these layers, or --recipe and --format"
-            " in place of --engine"
+            f"--engine {row}: {shown(one.subject)}: {shown(one.sentence)}; nothing was written; {way}, or use --recipe"
+            " and --format in place of --engine"
         )
 
 

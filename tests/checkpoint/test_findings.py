@@ -224,9 +224,19 @@ def test_the_engine_that_the_user_names_must_load_the_result(tmp_path: Path, cap
     assert main([*arguments, "--engine", "transformers", "--dry-run"]) == 1
     assert "error: transformers 5.23.0: model: wrong values: the engine" in " ".join(capsys.readouterr().out.split())
     assert main([*arguments, "--engine", "transformers"]) == 2 and not (tmp_path / "o").exists()
-    assert "use transformers mxfp4-w4a16, transformers mxfp4-w4a4" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "use transformers mxfp4-w4a16, transformers mxfp4-w4a4" in said and "transformers nvfp4-w4a4," not in said
     assert main([*arguments, "--engine", "transformers", "--keep", "*.experts.*", "--dry-run"]) == 0
     assert main([*arguments, "--engine", "vllm"]) == 0 and "transformers 5" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("scheme", ["nvfp4-w4a16", "nvfp4-w4a4"])
+def test_no_scheme_is_suggested_if_an_engine_does_not_rotate(scheme: str, tmp_path: Path, capsys: Any) -> None:
+    synthetic.dense(tmp_path / "m")
+    arguments = ["convert", str(tmp_path / "m"), str(tmp_path / "o"), "--hadamard", "16", "--engine", "transformers"]
+    assert main([*arguments, "--scheme", scheme, *["--input-scale", "1"] * scheme.endswith("a4")]) == 2
+    said = capsys.readouterr().err.partition("nothing was written; ")[2]
+    assert said.startswith("leave out --hadamard, ") and "nvfp4" not in said
 
 
 def test_routers_and_heads(tmp_path: Path) -> None:

@@ -265,7 +265,8 @@ def other_schemes(row: Serving, config: Config) -> str:
     family, weights = family_of(config), row.scheme.partition("-")[0]
     known = [one for one in servings() if one.container in LOADED and one.engine in engines_for(one.container, family)]
     near = [one for one in known if one.engine == row.engine or one.scheme.partition("-")[0] == weights] or known
-    return ", ".join(dict.fromkeys(f"{one.engine} {one.scheme}" for one in near if one != row)) or "another engine"
+    names = dict.fromkeys(f"{one.engine} {one.scheme}" for one in near)
+    return ", ".join(name for name in names if name != f"{row.engine} {row.scheme}") or "another engine"
 
 
 def _traps(container: str, family: str, layers: Collection[str]) -> Iterator[Issue]:
