@@ -269,7 +269,9 @@ class PlanFacts:
             return {}
         scaled = ((form, own) for form, own in self.forms.items() if form.has_tensor_scale)
         modules = [name for form, own in scaled for weight in own.values() for name in self._names(form, weight)]
-        alone = missing_gated_halves(modules, [weight.name for weight in self.weights.values()])
+        present = [weight.name for weight in self.weights.values()]
+        dtypes = {name: entry.dtype for name, (_, entry) in self.source.tensors.items()}
+        alone = missing_gated_halves(modules, present, dtypes)
         if alone:
             raise CheckpointError("; ".join(alone[:3]))
         return shared_amax_groups(modules)

@@ -356,8 +356,13 @@ def same_input_names(module: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(join_module(parent, other) for other in leaves))
 
 
-def missing_gated_halves(converted: Iterable[str], present: Iterable[str] = ()) -> list[str]:
-    """Return one message per quantized gate or up projection whose other half is missing; [] if none is."""
+def missing_gated_halves(
+    converted: Iterable[str], present: Iterable[str] = (), dtypes: Mapping[str, str] | None = None
+) -> list[str]:
+    """Return one message per quantized gate or up projection whose other half is missing; [] if none is.
+
+    dtypes: name -> dtype of all tensors of the model, for halves that are there in a dtype that is not quantized.
+    """
     converted = list(converted)
     all_modules = {*converted, *present}
     gated: set[str] | None = None
@@ -377,9 +382,13 @@ def missing_gated_halves(converted: Iterable[str], present: Iterable[str] = ()) 
                 gated = {_NUMBER.sub("#", up) for up in ups}
             is_half = _NUMBER.sub("#", module) in gated  # other layers and experts have both halves
         if is_half:
-            found.append(
-                f"{shown(module)}: has no {other} beside it, with which it must share a tensor amax; add {other}"
-            )
+            dtype = (dtypes or {}).get(f"{join_module(parent, other)}.weight", "")
+            text = f"has no {other} beside it, with which it must share a tensor amax; add {other}"
+            if dtype not in ("", "F32", "F16", "BF16"):
+                text = (
+                    f"{other}.weight beside it is {dtype}; F32, F16 or BF16 is needed; convert it, or keep both layers"
+                )
+            found.append(f"{shown(module)}: {text}")
     return found
 
 

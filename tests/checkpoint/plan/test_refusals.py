@@ -304,6 +304,9 @@ def test_missing_experts_and_float64_are_named(tmp_path: Path) -> None:
     warnings = make_plan(model(tmp_path / "m", gap), format="modelopt").warnings
     assert any("mlp.experts: has expert 3, but not 2; engines leave missing experts" in text for text in warnings)
     assert any(text.startswith(f"{O_PROJ}.weight: stay F64, because only F32, F16 and BF16") for text in warnings)
+    up = "model.layers.0.mlp.up_proj.weight"
+    with refused("model.layers.0.mlp.gate_proj: up_proj.weight beside it is F64; F32, F16 or BF16 is needed"):
+        make_plan(model(tmp_path / "half", tensors | {up: tensors[up].astype(np.float64)}), format="modelopt")
 
 
 def test_scales_that_are_multiplied_twice_are_doubted(tmp_path: Path) -> None:

@@ -422,6 +422,12 @@ def test_unpaired_halves(modules: list[str], module: str, missing: str) -> None:
     )
 
 
+@pytest.mark.parametrize("dtype", ["F64", "F32"])
+def test_a_half_of_another_dtype_is_named(dtype: str) -> None:
+    (line,) = fused_layers.missing_gated_halves(["a.gate_proj"], dtypes={"a.up_proj.weight": dtype})
+    assert ("up_proj.weight beside it is F64" in line and "keep both" in line) == (dtype == "F64")
+
+
 def test_halves_of_different_experts_are_no_pair() -> None:
     lines = fused_layers.missing_gated_halves(["a.experts.7.gate_proj", "a.experts.6.up_proj"])
     assert [line.split(" beside")[0] for line in lines] == [
