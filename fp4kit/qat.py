@@ -24,7 +24,7 @@ from fp4kit.checkpoint.selection import selection
 from fp4kit.checkpoint.selection.names import adapter_tensor, partly_converted, shared_amax_groups, unwrapped
 from fp4kit.contract.engine_table import TORCH
 from fp4kit.contract.engines import Serving, serving_of
-from fp4kit.recipes import Recipe, recipe_of, rules
+from fp4kit.recipes import Recipe, name_for_inputs, recipe_of, rules
 from fp4kit.recipes.schema import as_stored, decoding
 from fp4kit.storage.files import CheckpointError, listed, similar_glob
 from fp4kit.training.settings import are_words
@@ -405,7 +405,8 @@ def _not_emulated(row: Serving) -> str:
 
 def rule_of_inputs(recipe: Recipe, static: str) -> str:
     """Return text about the recipe of inputs of layers. static: what is stored of inputs, such as "amaxes", or ""."""
-    return f"by {recipe.id}, with {f'static {static}' if static else 'scales computed in each call'}"
+    name = name_for_inputs(recipe, static and "static")
+    return f"by {name}, with {f'static {static}' if static else 'scales computed in each call'}"
 
 
 def table_of(plan: QatPlan, of_inputs: str) -> str:

@@ -30,7 +30,7 @@ from fp4kit.contract.engine_table import VERSIONS
 from fp4kit.cpu.engine import COVERAGE_COLUMNS, uncovered_rows
 from fp4kit.evidence.golden.check import COLUMNS, agreement_rows
 from fp4kit.evidence.live.run import adapters, exceptions, found_equal
-from fp4kit.recipes import ALL_RECIPES, RECIPES, recipe
+from fp4kit.recipes import ALL_RECIPES, RECIPES, name_for_inputs, recipe
 from fp4kit.recipes.schema import PRODUCERS, producer_of
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -267,7 +267,7 @@ def engines() -> str:
         rule = f", by `{row.decode_rule}`" if row.decode_rule else ""
         decoded = f"to {row.served_dtype or 'the dtype of the model'}{rule}"
         scales = f", {row.input_scales}" if row.input_scales else ""
-        inputs = "-" if row.activations is None else f"`{row.activations.id}`{scales}"
+        inputs = f"`{name_for_inputs(row.activations, row.input_scales)}`{scales}" if row.activations else "-"
         product = "in PyTorch" if row.product == "torch" else f"`{row.product}`"
         of_product = "" if row.evidence == row.product_evidence else f"; product {row.product_evidence}"
         cells = support.cells_of(row.container, row.engine)

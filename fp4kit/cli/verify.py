@@ -34,6 +34,7 @@ from fp4kit.contract.compare_layer import COLUMNS, Parity
 from fp4kit.contract.engines import Serving, serving_of, servings
 from fp4kit.contract.parity import parity
 from fp4kit.contract.schema import Contract
+from fp4kit.recipes import name_for_inputs
 from fp4kit.storage.files import CheckpointError, counted, shown
 
 
@@ -235,7 +236,9 @@ def _contract(args: argparse.Namespace, out: Output) -> int:
     if args.list:
         rows = [_serving_row(row) for row in servings()]
         shown_columns = [name for name in _SHOWN_OF_ENGINES if args.long or name not in ("weights", "activations")]
-        out.records(rows, {name: f"{{{name}}}" for name in shown_columns})
+        names = [one.activations and name_for_inputs(one.activations, one.input_scales) for one in servings()]
+        named = [{**row, "activations": name or ""} for row, name in zip(rows, names, strict=True)]
+        out.records(named, {name: f"{{{name}}}" for name in shown_columns})
         out.document("engines/1", {"engines": rows})
         return DONE
     stored = None if args.path is None else Contract.of(args.path)

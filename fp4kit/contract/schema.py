@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeAlias, TypeVar, get_args
 from fp4kit.arguments import as_index, as_word, is_one_of
 from fp4kit.layouts.kv import KVLayoutName, as_layout
 from fp4kit.lazy import FUNCTIONS
-from fp4kit.recipes import Recipe, recipe_of
+from fp4kit.recipes import Recipe, name_for_inputs, recipe_of
 from fp4kit.recipes.table import as_data, from_data, is_listed, recipe
 from fp4kit.reference.stochastic import HADAMARD_BLOCK
 from fp4kit.storage.files import CheckpointError, dump_object, load_object, shown, whole_file, write_file
@@ -668,11 +668,13 @@ class Contract:
         """Return one line per setting that was inferred or has a value other than None and (), then the unknown
         ones.
         """
-        how = dict(self.inferred)
+        how, values = dict(self.inferred), {name: getattr(self, name) for name in SETTINGS}
+        if self.activations is not None:
+            values["activations"] = name_for_inputs(self.activations, self.input_scales)
         lines = [
-            f"{name}: {setting_text(getattr(self, name))}" + (f" (inferred: {how[name]})" if name in how else "")
-            for name in SETTINGS
-            if getattr(self, name) not in (None, ()) or name in how
+            f"{name}: {setting_text(value)}" + (f" (inferred: {how[name]})" if name in how else "")
+            for name, value in values.items()
+            if value not in (None, ()) or name in how
         ]
         return "\n".join([*lines, *([f"unknown: {', '.join(self.unknown)}"] if self.unknown else [])])
 

@@ -24,6 +24,7 @@ from fp4kit.checkpoint.plan.request import Request
 from fp4kit.cli import main
 from fp4kit.contract.engine_table import VERSIONS
 from fp4kit.contract.engines import FUSED, OF_CHECKPOINTS
+from fp4kit.qat import rule_of_inputs
 from fp4kit.recipes import RECIPES
 from fp4kit.storage.files import CheckpointError
 
@@ -406,6 +407,15 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main(["contract", "--list", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["schema"] == "fp4kit.engines/1" and len(found["engines"]) == len(ROWS)
+    own = {row.activations.id for row in ROWS if row.activations}
+    assert {one["activations"] for one in found["engines"]} == own | {""} and "nvfp4-vllm-kv" in own
+    assert main(["contract", "--list", "--long"]) == 0
+    listed = capsys.readouterr().out
+    assert "nvfp4-vllm-static " in listed and "nvfp4-vllm-kv" not in listed
+    served = fp4kit.serving("vLLM", "nvfp4-w4a4", format="modelopt")
+    assert "activations: nvfp4-vllm-static\n" in str(served)
+    assert "activations: nvfp4-vllm-kv\n" in str(served.stating(input_scales="dynamic"))
+    assert "by nvfp4-vllm-static, with static amaxes" in rule_of_inputs(served.activations, "amaxes")
     known = ["contract", "--engine", "transformers", "--scheme", "nvfp4-w4a4"]
     assert main([*known, "--out", str(tmp_path / "c.json")]) == 0
     printed = capsys.readouterr().out
