@@ -278,7 +278,8 @@ def parse_block_scale(op: str, given: Any, moved_shape: tuple[int, ...], r: Reci
     if not hasattr(given, "dtype") or given.dtype not in ((np.uint8,) if float8 is None else (np.uint8, float8)):
         got = getattr(given, "dtype", None) or type(given).__name__
         needed = f"uint8 bit patterns of {r.scale}" + ("" if float8 is None else f", or {float8}")
-        raise TypeError(f"{op}: block_scale is {got}; {r.id} needs {needed}")
+        hint = "; amaxes, such as those of search_scales, are passed as block_amax" if got == np.float32 else ""
+        raise TypeError(f"{op}: block_scale is {got}; {r.id} needs {needed}{hint}")
     if given.shape != shape:
         raise ValueError(f"{op}: block_scale has shape {given.shape}; {r.id} of {moved_shape} needs {shape}, {layout}")
     container.check_codes(op, "block_scale", given, r.scale)

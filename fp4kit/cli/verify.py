@@ -64,7 +64,7 @@ def _verify(args: argparse.Namespace, out: Output) -> int:
         write_report(report, args.html)
     out.document("verify/1", report.as_data())
     if out.text:
-        _print_report(out, report)
+        _print_report(out, report, args.all)
     return DONE if report.clean else DIFFERENT
 
 
@@ -78,14 +78,24 @@ def _check_page(page: Path, model: Path) -> None:
         raise CheckpointError(f"{start}: lies inside the checkpoint, which it would change; choose another directory")
 
 
-def _print_report(out: Output, report: VerifyReport) -> None:
+_MOST_ROWS, _WORST = 24, 3  # of more layers than this, those with a finding are printed, and those with the least SQNR
+
+
+def _print_report(out: Output, report: VerifyReport, whole: bool) -> None:
     """Print a report: the table of layers, the issues, a summary, what was not checked, the next step and the
     verdict.
     """
     columns = ("layer", "format", "#SQNR dB", "#clipped", "#zero blocks", "#flushed", "#differing bytes")
     named = {issue.subject for issue in report.issues}
     listed = [x for x in report.layers if x.tally.compared or x.compared or x.tally.zero_blocks or x.name in named]
+    others = 0
+    if len(listed) > _MOST_ROWS and not whole:
+        of_worst = sorted((x for x in listed if x.tally.sqnr_db is not None), key=lambda x: x.tally.sqnr_db or 0)
+        chosen = {x.name for x in (*of_worst[:_WORST], *(x for x in listed if x.differing or x.name in named))}
+        others, listed = len(listed), [x for x in listed if x.name in chosen]
+        others -= len(listed)
     out.table(columns, [_cells(layer) for layer in listed])
+    out.lines([f"not listed: {counted(others, 'layer')} without a finding; --all lists them"] if others else [])
     out.lines(f"{severity}: {text}" for severity, text in lines_of(report.issues))
     out.lines(summary_of(report))
     missing = unchecked(report)
@@ -364,6 +374,7 @@ COMMANDS = {
             ),
             flag("--adapter", "the LoRA adapter that was merged into SRC", metavar="DIR"),
             *flags_of("search", "ignore"),
+            flag("--all", "print the row of every layer, also of more than 24", action="store_true"),
             flag("--html", "write a report with charts: one HTML file, readable offline", type=Path, metavar="FILE"),
             flag(
                 "--tp",

@@ -569,6 +569,23 @@ def test_verify_says_what_it_did_not_check(tmp_path: Path, run: Run) -> None:
         assert itself.code == 2 and "is the checkpoint itself; give the model that it was made from" in itself.err
 
 
+def test_verify_lists_the_worst_of_many_layers(tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fp4kit.cli.verify._MOST_ROWS", 13)
+    synthetic.dense(tmp_path / "m")
+    convert(tmp_path / "m", tmp_path / "out", "nvfp4-te")
+    path = min((tmp_path / "out").glob("*.safetensors"))
+    content = bytearray(path.read_bytes())
+    begin = 8 + int.from_bytes(content[:8], "little")
+    header = json.loads(content[8:begin])
+    content[begin + next(one["data_offsets"][0] for name, one in header.items() if name.endswith("_packed"))] ^= 1
+    path.write_bytes(content)
+    few, every = (run("verify", tmp_path / "out", "--source", tmp_path / "m", *more).out for more in ((), ("--all",)))
+    found = json.loads(run("verify", tmp_path / "out", "--source", tmp_path / "m", "--json").out)["layers"]
+    faulty = [layer["name"] for layer in found if layer["differing"]]
+    assert every.count("_proj [") == 14 and "not listed" not in every and few.count("_proj [") in (3, 4)
+    assert len(faulty) == 1 and f"{faulty[0]} [" in few and "without a finding; --all lists them" in few
+
+
 def test_results_of_a_conversion_are_shown_in_one_line(tmp_path: Path) -> None:
     synthetic.dense(tmp_path / "m")
     report = convert(tmp_path / "m", tmp_path / "out", "nvfp4-te")

@@ -325,8 +325,8 @@ def check_finite(job: Job, found: Measured) -> None:
     """Raise CheckpointError if a weight contains NaN or infinity and its job has nonfinite="error"."""
     if found.nonfinite and job.nonfinite == "error":
         raise CheckpointError(
-            f"{shown(job.name)}: {found.nonfinite} of {prod(job.shape)} values are NaN or infinite; repair the source, "
-            "leave the layer out with --keep, or use --nonfinite keep or saturate"
+            f"{shown(job.name)}: {found.nonfinite} of {prod(job.shape)} values are NaN or infinite; repair the source,"
+            " or use --nonfinite keep or saturate"
         )
 
 

@@ -426,9 +426,10 @@ def test_input_scale_and_nonfinite_values_as_they_were_asked_for(tmp_path: Path)
     assert report.clean and any(issue.text.startswith("values of the source that are NaN") for issue in report.issues)
     assert next(layer for layer in report.layers if layer.name == Q).tally.nonfinite == 2
     wishes = Wishes(keep=("*.self_attn.*",))
-    convert(tmp_path / "m", tmp_path / "inputs", wishes=wishes, format="modelopt", input_scale=0.5)
+    options = {"format": "modelopt", "input_scale": 0.5, "nonfinite": "keep"}
+    convert(tmp_path / "m", tmp_path / "inputs", wishes=wishes, **options)  # type: ignore[arg-type]
     report = verify(tmp_path / "inputs", tmp_path / "m")
-    assert report.clean and all(layer.others == (0, 8) for layer in report.layers)
+    assert report.errors == 1 and all(layer.others == (0, 8) for layer in report.layers)
     poke(tmp_path / "inputs", "model.layers.0.mlp.up_proj.input_scale", 3, lambda b: b ^ 1)
     assert [layer.others for layer in verify(tmp_path / "inputs", tmp_path / "m").layers if layer.differing] == [(1, 8)]
 
