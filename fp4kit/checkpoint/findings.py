@@ -33,7 +33,7 @@ from fp4kit.checkpoint.model.weights import Piece, Weight, part_names
 from fp4kit.checkpoint.plan.plan import Plan, TensorPlan
 from fp4kit.checkpoint.plan.plan import configs as configs_of
 from fp4kit.checkpoint.plan.scale_search import Activations
-from fp4kit.checkpoint.plan.source_layers import INCOMPLETE, cache_troubles, doubtful_layers, missing_layers
+from fp4kit.checkpoint.plan.source_layers import INCOMPLETE, TRANSPOSED, cache_troubles, doubtful_layers, missing_layers
 from fp4kit.checkpoint.selection import names, selection
 from fp4kit.contract.engine_table import SERVING, VERSIONS
 from fp4kit.formats import NVFP4, ElementFormat
@@ -157,8 +157,8 @@ def engines_that_load(format_name: str, config: Mapping[str, Any], issues: Itera
         return ()
     issues = [*issues]
     found = (issue for issue in issues if issue.text.endswith(INCOMPLETE))
-    incomplete = any(issue.severity == "error" or issue.subject == "model" for issue in found)
-    if incomplete or any(_NOT_KNOWN in issue.text for issue in issues):  # no engine is known to load all layers
+    unfit = any(issue.severity == "error" or issue.subject == "model" for issue in found)
+    if unfit or any(TRANSPOSED in issue.text or _NOT_KNOWN in issue.text for issue in issues):
         return ()
     doubted = {issue.loader.partition(" ")[0] for issue in issues if _is_obstacle(issue)}
     return tuple(each for each in support.engines_for(format_name, support.family_of(config)) if each not in doubted)

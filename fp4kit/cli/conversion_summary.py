@@ -18,6 +18,7 @@ from fp4kit.checkpoint.findings import asked, engines_that_load, recorded_reques
 from fp4kit.checkpoint.loaders import support
 from fp4kit.checkpoint.model.inspect import inspect_checkpoint
 from fp4kit.checkpoint.model.model_files import CONFIG
+from fp4kit.checkpoint.plan.layer_recipes import recorded_recipe
 from fp4kit.checkpoint.plan.plan import Plan, configs
 from fp4kit.checkpoint.selection.names import ENGINE
 from fp4kit.checkpoint.verify.reencode import SampledError, sampled_error
@@ -104,6 +105,15 @@ def _not_generative(config: Mapping[str, Any]) -> str:
     return "" if generates else " or ".join(names) or "this model"
 
 
+_EXAMINED = ("Llama", "Mistral", "Mixtral", "Qwen3")  # of the families that hold all classes without rules of their own
+
+
+def _not_examined(config: Mapping[str, Any]) -> str:
+    """Return the class of a model that only its family is known to stand for, such as "BertModel"; "" for others."""
+    names = _classes(config) if support.family_of(config) in ("dense", "moe", "vlm") else []
+    return _not_generative(config) or " or ".join(name for name in names if not name.startswith(_EXAMINED))
+
+
 def serve_command(
     format_name: str, config: Mapping[str, Any], path: Path, engines: tuple[str, ...], row: Serving | None = None
 ) -> str:
@@ -155,7 +165,7 @@ def lines_of(report: ConversionReport, summary: Summary) -> Iterator[str]:
         yield from _error_lines(summary.error)
     if summary.engines:
         names = (f"{name} {VERSIONS[name]}" if name in VERSIONS else name for name in summary.engines)
-        family, other = support.family_of(plan.source.config), _not_generative(plan.source.config)
+        family, other = support.family_of(plan.source.config), _not_examined(plan.source.config)
         of = f"{family} models{f' ({other} itself was not examined)' * bool(other)}"
         yield f"engines that load {plan.format_name} for {of}: {', '.join(names)}"
         row = plan.request.serving
@@ -201,6 +211,10 @@ def recipe_line(plan: Plan) -> str:
     start = f"recipe: {', '.join([first + chosen, *others])}"
     if plan.carries_codes:
         start = f"recipe: that of the source, whose codes are kept{chosen}"
+        if not chosen and recorded_recipe(plan.source) != plan.recipe.id:
+            start += (
+                f", and not {plan.recipe.id}; for its codes, convert the unquantized model, or SRC as --format bf16"
+            )
     inputs, row = _inputs(plan), plan.request.serving
     if [*inputs] == [_UNQUANTIZED]:
         return f"{start}; weights only: activations stay in {_UNQUANTIZED}"

@@ -360,7 +360,7 @@ _NEEDED = "q_proj o_proj qkv_proj gate_proj up_proj gate_up_proj down_proj ffn_d
 _MAIN = re.compile(r"(.*\.)?(model|language_model|decoder|transformer|gpt_neox)\.(layers|h)|blk")  # run once per layer
 _LAYER = re.compile(rf"(.*?(?:^|\.)(?:{'|'.join(LAYER_LISTS)}))\.(\d{{1,6}})\.(.+)")
 _FEWEST_PARTS = 3  # a list whose members have fewer tensors may be a torch.nn.Sequential, whose numbers have gaps
-INCOMPLETE = "engines fail, or leave it at random values"
+INCOMPLETE, TRANSPOSED = "engines fail, or leave it at random values", "seems to be stored transposed"
 _NUMBERS = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
@@ -381,9 +381,7 @@ def missing_layers(names: Iterable[str], config: Mapping[str, Any]) -> Iterator[
     with suppress(CheckpointError):
         declared = model_facts(config).layers
     if longest == "model.layers" and any("norm" in module for module in stacks[longest][max(stacks[longest])]):
-        for word, what in (("norm", "the norm after the layers"), ("embed", "the embedding")):
-            if not any(word in name for name in rest):
-                yield "warning", "model", f"{what} is missing; {INCOMPLETE}"
+        yield from (("warning", "model", f"{what} is missing; {INCOMPLETE}") for what in _missing_outside(rest, config))
     for stack, layers in stacks.items():
         # A file without a config may be a part, and so is a single layer.
         first, end = (min(layers) if declared is None or len(layers) == 1 else 0), max(layers) + 1
@@ -404,6 +402,16 @@ def missing_layers(names: Iterable[str], config: Mapping[str, Any]) -> Iterator[
                 text = f"is missing, but {counts[module]} of {len(layers)} layers have it; {INCOMPLETE}"
                 if is_needed or number:
                     yield "error" if is_needed else "warning", f"{stack}.{number}.{module}", text
+
+
+def _missing_outside(names: Sequence[str], config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield what no name outside the layers of a decoder stands for: the last norm, the embedding, the output head."""
+    parts: dict[str, tuple[str, ...]] = {"the norm after the layers": ("norm",), "the embedding": ("embed",)}
+    if config.get("tie_word_embeddings") is False and "ForCausalLM" in str(config.get("architectures")):
+        parts["the output head, which is not tied to the embedding,"] = ("head", "output", "embed_out")
+    for what, words in parts.items():
+        if not any(word in name for name in names for word in words):
+            yield what
 
 
 def wide_floats(others: Mapping[str, TensorEntry]) -> Iterator[str]:
@@ -455,6 +463,6 @@ def transposed_layers(weights: Iterable[Weight], config: Mapping[str, Any]) -> I
             names += [weight.name] if other == size != own else []
     if names:
         yield (
-            f"{listed(names)}: seems to be stored transposed, because only its other axis has hidden_size {size};"
+            f"{listed(names)}: {TRANSPOSED}, because only its other axis has hidden_size {size};"
             " engines expect [outputs, inputs]"
         )

@@ -279,6 +279,9 @@ def test_layers_that_are_missing_are_named() -> None:
     assert _incomplete(r"5\.mlp\.down") == [("error", f"{stack}.5.mlp.down_proj")]
     assert _incomplete(r"5\.input_layernorm") == [("warning", f"{stack}.5.input_layernorm")]
     assert _incomplete("model.norm") == _incomplete("embed") == [("warning", "model")]
+    untied = {"tie_word_embeddings": False, "architectures": ["LlamaForCausalLM"]}
+    assert _incomplete("none", **untied) == [("warning", "model")]
+    assert _incomplete("none", more=("lm_head.weight",), **untied) == []
 
 
 def test_layers_that_differ_by_design_are_not_missing() -> None:
