@@ -387,7 +387,7 @@ def test_scale_codes_beyond_the_format_are_rejected():
         replace(q, block_scale=wrong)
     with pytest.raises(ValueError, match=f"^quantize: {text}"):
         fp4kit.quantize(X, q.recipe, block_scale=wrong, tensor_scale=q.tensor_scale)
-    with pytest.raises(TypeError, match=r"block_scale is float32; UE5M3 needs uint8 bit patterns of UE5M3; amaxes, such as"):
+    with pytest.raises(TypeError, match=r"block_scale is float32; UE5M3 .* UE5M3; amaxes, such as"):
         fp4kit.quantize(X, RECIPES_OF_OURS["UE5M3"], block_scale=np.ones((64, 8), np.float32))
 
 
