@@ -212,9 +212,7 @@ def recipe_line(plan: Plan) -> str:
     if plan.carries_codes:
         start = f"recipe: that of the source, whose codes are kept{chosen}"
         if not chosen and recorded_recipe(plan.source) != plan.recipe.id:
-            start += (
-                f", and not {plan.recipe.id}; for its codes, convert the unquantized model, or SRC as --format bf16"
-            )
+            start += f"; {plan.recipe.id} is not used: its codes need the unquantized model, or SRC as --format bf16"
     inputs, row = _inputs(plan), plan.request.serving
     if [*inputs] == [_UNQUANTIZED]:
         return f"{start}; weights only: activations stay in {_UNQUANTIZED}"
