@@ -157,13 +157,14 @@ def produce(job: Job, shared: Measured | None, readers: Readers, output: Sink) -
     action, done = job.action, Done(job.key, "", job.action)
     values_are_kept = shared is not None and not (shared.nonfinite and job.nonfinite == "saturate")
     if isinstance(job.source, Located):
-        nbytes, dtype = job.source.entry.nbytes, job.source.entry.dtype
+        nbytes, dtype, nan = job.source.entry.nbytes, job.source.entry.dtype, 0
         for start in range(0, nbytes, PIECE):
             data = readers.bytes(job.source, start, min(PIECE, nbytes - start))
             output.put(VALUES, data)
-            done = done._replace(nan=done.nan + count_nan(data, dtype))
-        if done.nan and job.nonfinite == "error":
-            count = f"{done.nan} of {prod(job.source.entry.shape)} values are NaN"
+            nan += count_nan(data, dtype)
+        done = done._replace(nan=nan)
+        if nan and job.nonfinite == "error":
+            count = f"{nan} of {prod(job.source.entry.shape)} values are NaN"
             raise CheckpointError(
                 f"{shown(job.source.entry.name)}: {count}; repair the source, or use --nonfinite keep"
             )

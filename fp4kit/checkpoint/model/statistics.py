@@ -174,7 +174,7 @@ def tally(
     """Return counts of what the codes and scales of stored rows contain."""
     whole = _Rows(form, codes, scales, tensor_scale)
     with np.errstate(all="ignore"):
-        # What follows from a scale alone is computed once per scale byte.
+        # The limit of a block follows from its scale alone, so 256 limits serve all blocks with scale bytes.
         table = None if form.scale is None else whole._replace(scales=np.arange(256, dtype=np.uint8)).limits
         found = [_count_scales(whole)]
         for part, rows in whole.chunks():
