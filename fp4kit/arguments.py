@@ -8,13 +8,19 @@ from __future__ import annotations
 
 import math
 import operator
+import sys
+import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from difflib import get_close_matches
+from functools import wraps
 from inspect import Parameter, signature
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import numpy as np
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 def written(value: Any) -> str:
@@ -125,6 +131,28 @@ def check_call(function: Callable[..., Any], args: Sequence[Any], names: Collect
             if parameter not in parameters:
                 raise no_argument(function.__name__, name, parameters)
             raise TypeError(f"{function.__name__}: there is no argument {name}; {way_out}")
+
+
+def explains_calls(function: Callable[P, T]) -> Callable[P, T]:
+    """Decorate a function so that a call with wrong arguments raises the TypeError of ``check_call``."""
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            return function(*args, **kwargs)
+        except TypeError:
+            check_call(function, args, kwargs)
+            raise
+
+    return call
+
+
+def warn(text: str, category: type[Warning] = UserWarning) -> None:
+    """Issue a warning at the line of the caller's program that called fp4kit."""
+    frame, level = sys._getframe(), 1
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] == "fp4kit":
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, category, stacklevel=level)
 
 
 def suggestion(name: str, known: Iterable[str], most: int = 1) -> str:

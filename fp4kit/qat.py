@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import difflib
 import re
-import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
+from fp4kit.arguments import warn
 from fp4kit.checkpoint.containers.table import Container
 from fp4kit.checkpoint.loaders.requirements import fault_of
 from fp4kit.checkpoint.model.weights import Weight, layer_names
@@ -227,7 +227,7 @@ def make_plan(choice: QatChoice, weights: Sequence[TrainedWeight]) -> QatPlan:
     _warn_of_halves(choice.op, rows)
     if choice.names_format and (wrong := [row.name for row in selected if row.kind == "convolution"]):
         text = "fp4kit convert leaves convolutions unquantized, so the served values differ from the trained ones"
-        warnings.warn(f"{choice.op}: {listed(wrong)}: {text}; leave them out of parameters= and include=", stacklevel=4)
+        warn(f"{choice.op}: {listed(wrong)}: {text}; leave them out of parameters= and include=")
     rows = [
         replace(row, reason=row.reason.removesuffix(_PRESET), group=groups.get(row.layer, "") if row.quantized else "")
         for row in rows
@@ -240,7 +240,7 @@ def make_plan(choice: QatChoice, weights: Sequence[TrainedWeight]) -> QatPlan:
     if choice.serving is not None and choice.serving.decode_rule and form is not None:
         of_stacks = as_stored(choice.serving.weights, form.divides)
     if choice.serving is not None and choice.serving.quantizes_within:
-        warnings.warn(f"{choice.op}: {_not_emulated(choice.serving)}", stacklevel=4)
+        warn(f"{choice.op}: {_not_emulated(choice.serving)}")
     return QatPlan(stored, format, tuple(rows), shares, note, choice.served_dtype, rounded, of_stacks, choice.serving)
 
 
@@ -371,7 +371,7 @@ def _warn_of_halves(op: str, rows: Sequence[TrainedWeight]) -> None:
         if not row.quantized
     ]
     for line in partly_converted(kept, {row.layer for row in rows if row.quantized}):
-        warnings.warn(f"{op}: {line}", stacklevel=4)
+        warn(f"{op}: {line}")
 
 
 _FLOAT32 = "note: in float32; loaders usually decode to bfloat16; "

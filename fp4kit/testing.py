@@ -5,13 +5,13 @@ The pytest plugin of fp4kit, with the option --fp4kit-engine, is in _fp4kit_pyte
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from fp4kit.arguments import warn
 from fp4kit.contract.compare_layer import LayerParity, Parity
 from fp4kit.contract.parity import parity
 
@@ -89,7 +89,7 @@ def assert_same_bits(
         raise AssertionError(_message(found))
     if found.uncompared:
         advice = "give both sides a contract, or what states it, such as fp4kit.serving(engine, scheme)"
-        warnings.warn(f"assert_same_bits: {found.verdict}; {advice}", UserWarning, stacklevel=2)
+        warn(f"assert_same_bits: {found.verdict}; {advice}")
 
 
 def _detached(side: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from fp4kit.arguments import explains_calls
 from fp4kit.cpu.codec import INPUTS, SEGMENT, decode_key, element_key, kept_factors, not_encoded, rule_key, tensor_key
 from fp4kit.cpu.library import library
 from fp4kit.recipes import Recipe, recipe_of
@@ -64,6 +65,7 @@ def get_reciprocals() -> bytes:
     return reciprocal_table().tobytes()
 
 
+@explains_calls
 def engine_keys(recipe: str | Recipe, dtype: str = "float32") -> dict[str, str | int | float]:
     """Return the texts and numbers by which a C program describes a recipe to the CPU engine.
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
@@ -19,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fp4kit.arguments import as_index
+from fp4kit.arguments import as_index, warn
 from fp4kit.call.parse import Declined
 from fp4kit.cpu.source_digest import digest
 from fp4kit.reference.arith import reciprocal_table
@@ -282,7 +281,7 @@ def _warn_once(text: str) -> None:
     """Issue a RuntimeWarning, unless this function has warned before in this process."""
     if not _warned:
         _warned.append(text)  # before the warning, because a filter may turn it into an exception
-        warnings.warn(text, RuntimeWarning, stacklevel=3)
+        warn(text, RuntimeWarning)
 
 
 def functions() -> Any:

@@ -16,6 +16,7 @@ from struct import pack
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
+from fp4kit.arguments import explains_calls
 from fp4kit.call import parse
 from fp4kit.call.inputs import AbstractArray
 from fp4kit.cuda import amax, compiler, dispatch, matrix, transforms
@@ -252,6 +253,7 @@ _OPERATIONS: dict[str, tuple[Callable[[parse.Call, bool], Prepared], Values]] = 
 }
 
 
+@explains_calls
 def source(
     operation: str,
     recipe: str | Recipe,
@@ -436,6 +438,7 @@ def compile(kernel: Kernel) -> bytes:
     return compiler.cubin_path(kernel._instantiation, kernel.arch).read_bytes()
 
 
+@explains_calls
 def kernels(
     recipe: str | Recipe, dtype: str = "bfloat16", arch: str = "sm_90", *, shape: tuple[int, int] = (4096, 4096)
 ) -> list[Kernel]:

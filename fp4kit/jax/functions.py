@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 import fp4kit
-from fp4kit.arguments import as_entries, as_flag, as_index
+from fp4kit.arguments import as_entries, as_flag, as_index, explains_calls
 from fp4kit.arrays.returns import numpy_dtype
 from fp4kit.call import linear as linear_call
 from fp4kit.call.inputs import AbstractArray, by_input_global_scale, check_limit
@@ -58,6 +58,7 @@ class TracedOptions(NamedTuple):
     amax: Any = None
 
 
+@explains_calls
 def fake_quantize(
     x: Any,
     recipe: str | Recipe,
@@ -239,6 +240,7 @@ _clip.defvjp(
 )
 
 
+@explains_calls
 def quantize(
     x: Any,
     recipe: str | Recipe,
@@ -334,6 +336,7 @@ def dequantize(q: Quantized, dtype: Any = None) -> jax.Array:
     return values
 
 
+@explains_calls
 def fake_quantize_grouped(
     xs: Any,
     recipe: str | Recipe,
@@ -406,6 +409,7 @@ class StaticLinear(NamedTuple):
     seed: int | None
 
 
+@explains_calls
 def linear(
     x: Any,
     w: Any,

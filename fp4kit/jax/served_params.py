@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import jax
 
-from fp4kit.arguments import as_flag, is_one_of
+from fp4kit.arguments import as_flag, explains_calls, is_one_of
 from fp4kit.contract.engines import Serving
 from fp4kit.contract.schema import ServedDtype
 from fp4kit.jax.calls import NAMES
@@ -110,6 +110,7 @@ class ServedParams:
         return values if served in (None, str(values.dtype)) else _rounded(values, served)
 
 
+@explains_calls
 def fake_quantize_model(
     params: Any,
     recipe: RecipeId | Recipe | None = None,

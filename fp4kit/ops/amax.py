@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from fp4kit.arguments import as_index
+from fp4kit.arguments import as_index, explains_calls
 from fp4kit.arrays.imports import import_arrays, on_device, to_device, to_host
 from fp4kit.arrays.returns import mark_written, returns_in_library
 from fp4kit.call import parse
@@ -216,6 +216,7 @@ _RECIPES = {
 }
 
 
+@explains_calls
 def quantize_static(
     x: Array,
     recipe: RecipeId | Recipe,
@@ -318,6 +319,7 @@ def _given(r: Recipe, input_scale: Any, input_global_scale: Any) -> tuple[str, n
     return name, check_divisor(OP, name, given[name])
 
 
+@explains_calls
 @returns_in_library
 def partial_amax(shard: Any, shape: tuple[int, int], start: int, recipe: str | Recipe) -> Any:
     """Return the amax of every block of a matrix, computed only from the elements that a shard holds.
@@ -360,6 +362,7 @@ def partial_amax(shard: Any, shape: tuple[int, int], start: int, recipe: str | R
     return run("partial_amax", "partial_amax", on_device(array), array, (M, K), start, r)
 
 
+@explains_calls
 @returns_in_library
 def partial_cast(
     shard: Any,

@@ -13,7 +13,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from fp4kit.arguments import as_index
+from fp4kit.arguments import as_index, explains_calls
 from fp4kit.arithmetic import ieee
 from fp4kit.arrays.imports import import_to_host
 from fp4kit.call.parse import Call, QuantizeOptions, fake_call
@@ -136,6 +136,7 @@ class Explanation(Shown):
         yield Panel(title, columns=("step", *heads, *(("",) if is_compared else ())), rows=tuple(rows))
 
 
+@explains_calls
 @ieee(OP)
 def explain(
     x: Array,

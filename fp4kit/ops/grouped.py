@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fp4kit.arguments import as_entries, as_flag
+from fp4kit.arguments import as_entries, as_flag, explains_calls
 from fp4kit.arrays.imports import import_arrays, is_array
 from fp4kit.arrays.returns import PlanLibrary, library_of, returns_in_library, returns_in_plan_library, tensor_type
 from fp4kit.call.inputs import clip_amax
@@ -595,6 +595,7 @@ def fake_quantize_grouped(
     return GroupedPlan(xs, recipe, op=op, axis=axis, rounding=rounding, seed=seed, **amaxes).fake_quantize()
 
 
+@explains_calls
 @returns_in_library
 def fake_quantize_grouped_backward(
     grads: Any, xs: Any, recipe: RecipeId | Recipe, *, axis: int = -1, amax: Any = None, pass_through: bool = True

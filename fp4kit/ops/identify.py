@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fp4kit.arguments import explains_calls
 from fp4kit.arithmetic import ieee
 from fp4kit.arrays import imports
 from fp4kit.call.parse import check_float, is_impossible
@@ -357,6 +358,7 @@ def _variation_verdict(variations: Sequence[Variation]) -> str:
     return f"{start}: scales equal, and codes are each one of the two neighbors that {names}{option} may choose"
 
 
+@explains_calls
 def identify(q: Quantized, x: Any) -> Identification:
     """Find out which recipe made q from x: rank the recipes by how many bytes of q they reproduce.
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fp4kit.arguments import as_flag, as_float32
+from fp4kit.arguments import as_flag, as_float32, explains_calls
 from fp4kit.arrays.imports import import_arrays, import_to_host, on_device, to_host
 from fp4kit.arrays.returns import numpy_dtype
 from fp4kit.call.parse import check_float
@@ -25,6 +25,7 @@ from fp4kit.recipes import Recipe, recipe_of, rules
 from fp4kit.types import Array, RecipeId
 
 
+@explains_calls
 def quantize_kv(
     cache: KVCache,
     keys: Array,
@@ -109,6 +110,7 @@ def quantize_kv(
     return cache
 
 
+@explains_calls
 def dequantize_kv(
     cache: KVCache,
     slots: Any = None,
@@ -304,6 +306,7 @@ class KVIdentification(Shown):
         yield Panel(self.verdict, columns=_COLUMNS, rows=tuple(rows))
 
 
+@explains_calls
 def identify_kv(
     arrays: Any,
     keys: Array,

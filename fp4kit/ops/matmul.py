@@ -10,7 +10,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from fp4kit.arguments import as_entries
+from fp4kit.arguments import as_entries, explains_calls
 from fp4kit.arithmetic import ieee
 from fp4kit.arrays.imports import check_one_device, import_arrays, to_host
 from fp4kit.arrays.returns import first_array, returns_in_library
@@ -402,6 +402,7 @@ class ErrorBudget(Shown):
         yield Panel(title, columns=columns, rows=tuple(rows))
 
 
+@explains_calls
 @ieee(BUDGET)
 def error_budget(
     x: Any,

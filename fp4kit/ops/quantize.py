@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple, overload
 
-from fp4kit.arguments import as_flag
+from fp4kit.arguments import as_flag, explains_calls
 from fp4kit.arrays.imports import on_device
 from fp4kit.arrays.returns import library_of, mark_written, numpy_dtype, returns_in_library
 from fp4kit.call import parse
@@ -395,6 +395,7 @@ def _fake_quantize(
     return run_call(call, "fake_quantize", key, (x, amaxes["tensor_amax"]))
 
 
+@explains_calls
 @returns_in_library
 def fake_quantize_backward(
     grad: ArrayT, x: Array, recipe: RecipeId | Recipe, *, axis: int = -1, amax: Any = None, pass_through: bool = True
@@ -476,6 +477,7 @@ class Requantized(NamedTuple):
     largest_error: Any
 
 
+@explains_calls
 @returns_in_library
 def requantize(q: Quantized, recipe: RecipeId | Recipe) -> Requantized:
     """Convert a quantized array to another recipe, and report whether every decoded value stayed the same.

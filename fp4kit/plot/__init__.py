@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from fp4kit import formats
-from fp4kit.arguments import as_index, as_mapping, only_public, written
+from fp4kit.arguments import as_index, as_mapping, explains_calls, only_public, written
 from fp4kit.arrays.imports import import_to_host
 from fp4kit.formats import IF4_INTEGER_BIT, ElementFormat, IntegerOrFloat
 from fp4kit.layouts import unpacked, unswizzle_scales
@@ -383,6 +383,7 @@ def number_line(element: ElementFormat | str, x: Any = None, *, ax: Any = None) 
     return ax
 
 
+@explains_calls
 def error_against_scale(
     x: Any, recipes: RecipeId | Recipe | Sequence[RecipeId | Recipe], *, tensor_amax: Any = None, ax: Any = None
 ) -> Any:
@@ -526,6 +527,7 @@ _MAP = "Greys"  # light for small magnitudes; it prints in grey
 _DARKEST = 2.4  # the largest magnitude is 1, and so is never too dark for a black text
 
 
+@explains_calls
 def block(
     x: Any,
     recipe: RecipeId | Recipe | Sequence[RecipeId | Recipe],

@@ -10,7 +10,7 @@ from dataclasses import MISSING, fields
 from functools import lru_cache
 from typing import Any, Literal
 
-from fp4kit.arguments import as_word, suggestion
+from fp4kit.arguments import as_word, explains_calls, suggestion
 from fp4kit.formats import BNB_FP4, ELEMENT_FORMATS, IF4, MX4, NF4, Codebook, ElementFormat
 from fp4kit.recipes import ascend, local, nvidia, pytorch, serving, training
 from fp4kit.recipes.schema import PRODUCERS, Alias, Level, Recipe, as_levels, check_engines, is_simple
@@ -210,6 +210,7 @@ _SUFFIXES = {"nearest": "", "up": "_up", "down": "_down"}
 _FLOATS = ("float32", "float16", "bfloat16")
 
 
+@explains_calls
 def custom_recipe(
     id: str,
     element: ElementFormat | str,

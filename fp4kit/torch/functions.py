@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.utils import _pytree
 
-from fp4kit.arguments import as_entries, as_flag, as_index
+from fp4kit.arguments import as_entries, as_flag, as_index, explains_calls
 from fp4kit.arrays.returns import numpy_dtype
 from fp4kit.call.inputs import by_input_global_scale, check_limit, check_seed
 from fp4kit.call.linear import OP, check_weight
@@ -89,6 +89,7 @@ def seed_tensor(op: str, seed: Any) -> Tensor | None:
     return torch.scalar_tensor(number - 2 * _INT64 if number >= _INT64 else number, dtype=torch.int64)
 
 
+@explains_calls
 def fake_quantize(
     x: Tensor,
     recipe: str | Recipe,
@@ -164,6 +165,7 @@ def fake_quantize(
     return operators.fake_quantize(x, named_recipe(recipe), as_index(op, "axis", axis), *amaxes, *rest)
 
 
+@explains_calls
 def fake_quantize_grouped(
     xs: Any,
     recipe: str | Recipe,
@@ -245,6 +247,7 @@ def _each_amax(op: str, name: str, xs: list[Tensor], given: Any) -> list[Any]:
     return [_amax(op, name, x, a) for x, a in zip(xs, per_tensor(op, name, entries, len(xs)), strict=True)]
 
 
+@explains_calls
 def quantize(
     x: Tensor,
     recipe: str | Recipe,
@@ -344,6 +347,7 @@ def _dtype_name(dtype: Any) -> str:
     return numpy_dtype(OP, dtype).name
 
 
+@explains_calls
 def linear(
     x: Tensor,
     w: Tensor | Quantized,

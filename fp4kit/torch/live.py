@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch.nn.utils import parametrize
 
+from fp4kit.arguments import explains_calls
 from fp4kit.arrays.imports import import_to_host
 from fp4kit.checkpoint.contract import LazyTensors
 from fp4kit.checkpoint.loaders.exclusions import SGLANG_FUSED, VLLM_FUSED
@@ -111,6 +112,7 @@ _STALE = "the engine computes with a stale alpha; process the weights again"
 Tensor: TypeAlias = torch.Tensor
 
 
+@explains_calls
 def of_module(model: torch.nn.Module, *, recipe: RecipeId | Recipe | None = None) -> tuple[Contract, Mapping[str, Any]]:
     """Return a model in memory as a side of fp4kit.parity, so that a running engine is compared without a checkpoint.
 

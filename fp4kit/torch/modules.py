@@ -4,7 +4,6 @@ the user, to a PyTorch model, and undo it.
 
 from __future__ import annotations
 
-import warnings
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -16,7 +15,7 @@ import numpy as np
 import torch
 from torch.nn.utils import parametrize
 
-from fp4kit.arguments import as_flag, is_one_of
+from fp4kit.arguments import as_flag, explains_calls, is_one_of, warn
 from fp4kit.arrays.imports import is_distributed
 from fp4kit.checkpoint.selection.names import adapter_tensor
 from fp4kit.checkpoint.selection.selection import CONV1D, NO_OTHER_LAYER
@@ -38,6 +37,7 @@ from fp4kit.training.settings import EXPERT_WEIGHTS, FakeQuantSettings, naming
 from fp4kit.types import RecipeId
 
 
+@explains_calls
 def fake_quantize_model(
     model: torch.nn.Module,
     recipe: RecipeId | Recipe | FakeQuantSettings | None = None,
@@ -267,10 +267,9 @@ def _by_settings(model: torch.nn.Module, settings: FakeQuantSettings) -> list[st
     vectors = [name for name, module, leaf in selected if getattr(module, leaf).ndim < 2]
     if vectors:
         shown = ", ".join(map(repr, vectors[:3])) + (f" and {len(vectors) - 3} more" if len(vectors) > 3 else "")
-        warnings.warn(
+        warn(
             f"{OP}: quantizes parameters with less than two dimensions: {shown}; engines leave biases and norms"
             " unquantized; leave them out with FakeQuantSettings(..., exclude=...)",
-            stacklevel=3,
         )
     for name, module, leaf in selected:
         parametrize.register_parametrization(module, leaf, FakeQuantized(settings, name))
@@ -292,9 +291,8 @@ def _check_patterns(names: list[str], settings: FakeQuantSettings, any_selected:
         )
     for pattern in unused:
         if pattern not in EXPERT_WEIGHTS:
-            warnings.warn(
+            warn(
                 f"{OP}: no parameter matches {pattern!r}, so it quantizes nothing; {similar(names, [pattern])}",
-                stacklevel=4,
             )
 
 
@@ -344,10 +342,9 @@ def _by_plan(
         add_hook(weight.module, hook)
     stacks = sum(weight.kind == "stack" for weight in plan.selected)
     if hooks and stacks and choice.serving is not None and choice.serving.engine in ("vLLM", "SGLang"):
-        warnings.warn(
+        warn(
             f"{OP}: the inputs of {counted(stacks, 'stack')} of experts stay unquantized, although"
             f" {choice.serving.engine} quantizes them, so these layers are trained with other values",
-            stacklevel=3,
         )
     layers_of_inputs = tuple(dict.fromkeys(weight.saved.removesuffix(".weight") for weight, _ in hooks))
     return QuantizedNames(plan, layers_of_inputs, line_of_inputs(hooks, stacks))

@@ -12,14 +12,13 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
-from fp4kit.arguments import as_index, as_indices
+from fp4kit.arguments import as_index, as_indices, warn
 from fp4kit.arrays import imports
 
 ID_BYTES = 128  # length of an NCCL unique id
@@ -139,9 +138,8 @@ class Mpi:
             return out
         if not self._has_warned:
             self._has_warned = True
-            warnings.warn(
+            warn(
                 "Mpi: CuPy arrays travel through the host; use Nccl, or pass cuda_aware=True if this MPI is CUDA-aware",
-                stacklevel=4,
             )
         received = np.empty(out.shape, out.dtype)
         message(array.get(), received)

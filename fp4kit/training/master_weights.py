@@ -30,7 +30,7 @@ from typing import Any
 
 import numpy as np
 
-from fp4kit.arguments import as_entries, as_flag
+from fp4kit.arguments import as_entries, as_flag, explains_calls
 from fp4kit.arrays.imports import device_name, import_arrays
 from fp4kit.arrays.returns import PlanLibrary, returns_in_plan_library
 from fp4kit.call.parse import Partition, check_castable, check_shard, square_block
@@ -129,6 +129,7 @@ class Shard:
     start: int = 0
 
 
+@explains_calls
 def cast_master_weights(
     shards: Sequence[Shard],
     comm: Communicator,

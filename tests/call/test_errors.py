@@ -4,6 +4,7 @@ Errors of other operations are in their own tests, errors of arguments that are 
 """
 
 import dataclasses
+import inspect
 import re
 import subprocess
 import sys
@@ -318,6 +319,20 @@ def test_an_argument_of_another_function():
         fp4kit.quantize(ROWS, "nvfp4", -1)
     with raises(TypeError, "quantize() missing 1 required positional argument: 'x'"):
         fp4kit.quantize(recipe="nvfp4")
+
+
+MODULES = ("", ".attention", ".checkpoint", ".cuda", ".jax", ".plot", ".torch")
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_every_function_that_takes_a_recipe_names_a_wrong_argument(name):
+    module = pytest.importorskip(f"fp4kit{name}")
+    functions = [found for name in module.__all__ if inspect.isfunction(found := getattr(module, name))]
+    for function in functions:
+        parameters = inspect.signature(function).parameters
+        if any("recipe" in name for name in parameters):
+            with pytest.raises(TypeError, match=r": there is no argument nosuch; |: recipe is missing; "):
+                function(nosuch=1)
 
 
 def test_the_block_size_that_the_message_suggests():

@@ -11,7 +11,7 @@ from exhaustive import every, exhaustive
 
 from fp4kit.calibration import Collector, Headroom, input_global_scale, input_scale
 from fp4kit.checkpoint import Activations, convert
-from fp4kit.checkpoint.verify.verify import verify
+from fp4kit.checkpoint.verify.verify import verify_checkpoint as verify
 
 torch = pytest.importorskip("torch")
 collect = importlib.import_module("fp4kit.torch").collect

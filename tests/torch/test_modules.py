@@ -121,8 +121,11 @@ def test_settings_by_name_and_settings_that_are_wrong():
 
 def test_one_wildcard_of_several_matches_nothing():
     settings = FakeQuantSettings("nvfp4-te", parameters=("0.weight", "2.wieght"))
-    with pytest.warns(UserWarning, match=r"no parameter matches '2.wieght', so .*; did you mean '2\.weight'\?; its"):
+    with pytest.warns(
+        UserWarning, match=r"no parameter matches '2.wieght', so .*; did you mean '2\.weight'\?; its"
+    ) as warned:
         assert ft.fake_quantize_model(a_model(), settings) == ["0.weight"]
+    assert {one.filename for one in warned} == {__file__}
     experts = torch.nn.ModuleDict({"experts": torch.nn.ModuleList([torch.nn.Linear(32, 32, bias=False)])})
     model = torch.nn.ModuleDict({"mlp": experts})
     assert ft.fake_quantize_model(model, FakeQuantSettings("mxfp4", parameters=EXPERT_WEIGHTS)) == [

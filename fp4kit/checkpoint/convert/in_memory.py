@@ -5,7 +5,6 @@ last layer arrives; until then its layers wait.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -13,7 +12,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from fp4kit.arguments import as_mapping
+from fp4kit.arguments import as_mapping, warn
 from fp4kit.arithmetic import ieee
 from fp4kit.arrays.imports import cupy, to_device
 from fp4kit.arrays.returns import dtype_named, library_of
@@ -605,10 +604,9 @@ class TensorConverter:
         self.rules.mixture.check_patterns([*dict.fromkeys(self._sources.values())], self._unconverted)
         self.rules.mixture.check_fused(self._sources)
         for why, names in self._short_rows.items():
-            warnings.warn(
+            warn(
                 f"convert_tensors: {listed(names)}: unquantized, because {why}; use a recipe with shorter blocks, or"
                 " name these layers in Wishes(keep=...)",
-                stacklevel=3,
             )
         alone = missing_gated_halves([*self._sources], self._unconverted)
         if alone:

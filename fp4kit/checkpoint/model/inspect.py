@@ -15,6 +15,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from fp4kit.arguments import explains_calls
 from fp4kit.checkpoint.containers.config_entries import REFUSED, Item
 from fp4kit.checkpoint.containers.table import COLUMN_SCALE, LOW_RANK_A, OUTER_SCALE, SCALES, TENSOR_SCALE, Container
 from fp4kit.checkpoint.model import model_files, transforms
@@ -142,6 +143,7 @@ _MOST_NAMES = 5  # how many names the error message for an unknown layer lists
 _USUAL = {"nvfp4": "nvfp4-modelopt", "mxfp4": "mxfp4-ocp", "mxfp8": "mxfp8-te"}
 
 
+@explains_calls
 def open_checkpoint(path: str | Path, recipe: str | Recipe | None = None) -> QuantizedLayers:
     """Open a checkpoint, and return its quantized layers by name. Codes and scales are read when a layer is looked up.
 
