@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
+from fp4kit.arguments import explains_calls
 from fp4kit.arithmetic import ieee
 from fp4kit.arrays.imports import import_to_host
 from fp4kit.call.parse import fake_call
@@ -19,7 +20,7 @@ from fp4kit.display import Panel, Shown, share
 from fp4kit.formats import Codebook, ElementFormat, IntegerOrFloat, bit_patterns
 from fp4kit.layouts import unpacked, unswizzle_scales
 from fp4kit.ops.quantize import dequantize, fake_quantize, quantize
-from fp4kit.quantized.container import Quantized
+from fp4kit.quantized.container import FACTS, Quantized
 from fp4kit.quantized.slicing import box_of
 from fp4kit.quantized.slicing import on_host as quantized_on_host
 from fp4kit.recipes import Recipe, recipe_of
@@ -182,6 +183,9 @@ class Comparison(Shown):
             the element format. -0 counts as 0, and NaN is left out. None if no codes are compared, or if elements are
             IF4, whose steps differ per block.
         element: name of the element format that max_steps refers to; "" if max_steps is None.
+        fields: the fields in which two Quantized differ beside their arrays, as texts such as
+            "dtype: bfloat16 and float32", the dtypes of dequantize. They do not count as differences, except to
+            q.equals. Recipes of different names are not among them, because the table begins with their names.
 
     Examples:
         >>> import fp4kit, numpy as np
@@ -201,6 +205,7 @@ class Comparison(Shown):
     names: tuple[str, str] = ("a", "b")
     max_steps: int | None = None
     element: str = ""
+    fields: tuple[str, ...] = ()
 
     @property
     def equal(self) -> bool:
@@ -247,10 +252,13 @@ class Comparison(Shown):
             facts.append(("largest", f"{distance}{error}"))
             digits = 17 if x != y and f"{x:.9g}" == f"{y:.9g}" else 9
             facts.append(("first", f"at {at}: {x:.{digits}g} and {y:.{digits}g}"))
+        fields = (field.partition(": ") for field in self.fields)
+        facts += [(name, f"{text}, which only a.equals(b) compares") for name, _, text in fields]
         title = f"{self.names[0]} and {self.names[1]}: {'equal in every bit' if self.equal else 'different'}"
         yield Panel(title, tuple(facts))
 
 
+@explains_calls
 @ieee("compare")
 def compare(a: Any, b: Any) -> Comparison:
     """Compare two arrays of equal shape, each an array of values or a Quantized, and count where they differ.
@@ -295,21 +303,30 @@ def compare(a: Any, b: Any) -> Comparison:
     dtype = np.result_type(*(_precision(name, part) for name, part in (("a", a), ("b", b))))
     if a.shape != b.shape:
         raise ValueError(f"compare: a has shape {a.shape} and b {b.shape}; needs the same shape")
-    a, b = (_linear(part) for part in (a, b))
+    given = a, b
+    a, b = (_linear(part) for part in given)
     parts: tuple[Count, Count, Count] = ((0, 0), (0, 0), (0, 0))
     steps: tuple[int | None, str] = (None, "")
+    fields: tuple[str, ...] = ()
     if isinstance(a, Quantized) and isinstance(b, Quantized):
-        parts = _compare_parts(a, b)
+        parts, fields = _compare_parts(a, b), tuple(_unlike_fields(*given))
         differing, compared = parts[0]
         if compared and not isinstance(a.recipe.element, IntegerOrFloat):
             steps = _max_steps(a, b) if differing else 0, a.recipe.element.name
     result = compare_values(_reader(a), _reader(b), a.shape, _multiples(a, b), dtype)
     counts, names = (*parts, (result.differing, prod(a.shape))), (_name("a", a), _name("b", b))
     if not result.differing:
-        return Comparison(*counts, 0, 0.0, float("inf"), None, names, *steps)
+        return Comparison(*counts, 0, 0.0, float("inf"), None, names, *steps, fields)
     with np.errstate(all="ignore"):
         sqnr = result.sqnr
-    return Comparison(*counts, result.max_ulp, result.max_error, sqnr, result.first, names, *steps)
+    return Comparison(*counts, result.max_ulp, result.max_error, sqnr, result.first, names, *steps, fields)
+
+
+def _unlike_fields(a: Quantized, b: Quantized) -> Iterator[str]:
+    for name in FACTS:
+        one, other = getattr(a, name), getattr(b, name)
+        if one != other and (name != "recipe" or one.id == other.id):
+            yield f"{name}: {one!r} and {other!r}" if name == "recipe" else f"{name}: {one} and {other}"
 
 
 def _precision(name: str, a: Any) -> np.dtype:
@@ -494,6 +511,7 @@ def _percent(fraction: float) -> str:
     return "n/a" if np.isnan(fraction) else share(round(fraction * 10**9), 10**9)
 
 
+@explains_calls
 @ieee(OP)
 def compare_recipes(
     x: Array, recipes: Sequence[RecipeId | Recipe], *, axis: int = -1, tensor_amax: Any = None

@@ -32,6 +32,21 @@ def test_equal() -> None:
     assert str(same).startswith("a (nvfp4-te) and b (nvfp4-te): equal in every bit")
 
 
+def test_equal_bits_whose_fields_differ_name_the_field() -> None:
+    q = fp4kit.quantize(X, "nvfp4-te")
+    assert not fp4kit.compare(q, q).fields and q.equals(q)
+    others = {
+        "dtype": replace(q, dtype=np.dtype(np.float32)),
+        "scale_layout": fp4kit.swizzle(q, "swizzled_128x4"),
+        "recipe": replace(q, recipe=replace(q.recipe, rounding="rz")),
+    }
+    for name, other in others.items():
+        found = fp4kit.compare(q, other)
+        assert found and not q.equals(other)
+        assert [field.partition(":")[0] for field in found.fields] == [name]
+        assert f"\n  {name:15}" in str(found) and str(found).endswith("which only a.equals(b) compares")
+
+
 def test_one_code_and_one_scale() -> None:
     q = fp4kit.quantize(X, "nvfp4-te")
     packed, scales = q.packed.copy(), q.block_scale.copy()
