@@ -2,6 +2,7 @@
 
 ``make_plan`` decides what happens to each tensor of a model directory or GGUF file; ``execute`` runs the plan.
 ``convert`` does both. ``assign_recipes`` finds the recipes of smallest error within a budget of bits.
+``verify_checkpoint`` checks a checkpoint, and ``identify_checkpoint`` says which recipe made it.
 ``open_checkpoint`` reads the quantized layers of a checkpoint as Quantized objects.
 ``convert_tensors`` and ``TensorConverter`` apply the rules of a conversion to tensors that are already in memory.
 """
@@ -18,11 +19,14 @@ from fp4kit.checkpoint.plan.make_plan import make_plan
 from fp4kit.checkpoint.plan.plan import Plan
 from fp4kit.checkpoint.plan.scale_search import Activations, ScaleSearch
 from fp4kit.checkpoint.selection.selection import Wishes
+from fp4kit.checkpoint.verify.compare import CheckpointComparison, compare_checkpoints
+from fp4kit.checkpoint.verify.verify import VerifyReport, verify_checkpoint
 from fp4kit.storage.files import CheckpointError
 
 __all__ = [
     "Activations",
     "Assignment",
+    "CheckpointComparison",
     "CheckpointError",
     "ConversionReport",
     "Options",
@@ -31,9 +35,11 @@ __all__ = [
     "Rules",
     "ScaleSearch",
     "TensorConverter",
+    "VerifyReport",
     "Wishes",
     "apply",
     "assign_recipes",
+    "compare_checkpoints",
     "convert",
     "convert_tensors",
     "diff",
@@ -41,6 +47,7 @@ __all__ = [
     "identify_checkpoint",
     "make_plan",
     "open_checkpoint",
+    "verify_checkpoint",
 ]
 
 only_public(globals())

@@ -105,7 +105,7 @@ def _print_report(out: Output, report: VerifyReport, whole: bool) -> None:
         out.line(f"next: {step}")
     elif report.clean and (command := verified_serve_command(report)):
         out.line(f"serve: {command}")
-    out.line(_verdict(report))
+    out.line(report.verdict)
 
 
 def _next_step(report: VerifyReport) -> str:
@@ -131,19 +131,6 @@ def _cells(layer: LayerReport) -> tuple[str, ...]:
     name = f"{shown(layer.name)} {shape_text(layer.shape)}"
     differing = str(layer.differing) if layer.compared else "-"
     return name, layer.format, sqnr, clipped, str(found.zero_blocks), flushed, differing
-
-
-def _verdict(report: VerifyReport) -> str:
-    """Return the last line of the output."""
-    warnings, count = len(report.issues) - report.errors, len(report.layers)
-    manifest = {"equal": "files match the manifest", "differs": "files differ from the manifest", "none": "no manifest"}
-    text = f"{counted(count, 'layer')}, {manifest[report.manifest]}"
-    if report.source is not None:
-        differing = sum(layer.differing for layer in report.layers)
-        if compared := sum(layer.compared for layer in report.layers):
-            text += f"; {differing} of {compared} bytes differ from {report.expected}"
-        text += f"; {len(report.changed)} of {report.copied} copied tensors differ"
-    return f"{text}; errors: {report.errors}, warnings: {warnings}"
 
 
 def _compare(args: argparse.Namespace, out: Output) -> int:

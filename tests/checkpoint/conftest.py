@@ -10,7 +10,7 @@ import pytest
 
 from fp4kit.checkpoint.findings import findings_of_plan
 from fp4kit.checkpoint.plan.plan import Plan
-from fp4kit.checkpoint.verify.verify import verify
+from fp4kit.checkpoint.verify.verify import verify_checkpoint as verify
 
 
 @pytest.fixture(autouse=True)

@@ -17,7 +17,7 @@ from fp4kit.checkpoint import CheckpointError, Wishes, convert, execute, make_pl
 from fp4kit.checkpoint.containers.engines import Issue
 from fp4kit.checkpoint.findings import engines_that_load, findings_of_plan
 from fp4kit.checkpoint.plan.request import FORMATS
-from fp4kit.checkpoint.verify.verify import verify
+from fp4kit.checkpoint.verify.verify import verify_checkpoint as verify
 from fp4kit.cli import main
 from fp4kit.cli.conversion_summary import _error_lines, summary_of
 from fp4kit.recipes import RECIPES

@@ -28,7 +28,7 @@ from fp4kit.checkpoint.model.inspect import inspect_checkpoint
 from fp4kit.checkpoint.model.model_files import MANIFEST, open_source
 from fp4kit.checkpoint.plan.other_models import LoraAdapter
 from fp4kit.checkpoint.plan.scale_search import ScaleSearch, read_imatrix
-from fp4kit.checkpoint.verify.verify import verify
+from fp4kit.checkpoint.verify.verify import verify_checkpoint as verify
 from fp4kit.training.amax_state import AmaxState
 
 CONFIG: dict[str, Any] = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "num_hidden_layers": 1}

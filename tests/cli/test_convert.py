@@ -27,7 +27,7 @@ from fp4kit.checkpoint import ConversionReport, Options, Plan, convert
 from fp4kit.checkpoint.convert import demo
 from fp4kit.checkpoint.plan.make_plan import make_plan
 from fp4kit.checkpoint.verify.compare import compare_checkpoints
-from fp4kit.checkpoint.verify.verify import verify
+from fp4kit.checkpoint.verify.verify import verify_checkpoint as verify
 from fp4kit.cli import conversion_summary, main
 from fp4kit.cli import convert as cli_convert
 from fp4kit.contract.engines import Serving, servings

@@ -21,7 +21,7 @@ from fp4kit.checkpoint.model.statistics import amax_and_nonfinite, amax_and_nonf
 from fp4kit.checkpoint.model.weights import weights_of
 from fp4kit.checkpoint.plan.make_plan import make_plan
 from fp4kit.checkpoint.plan.plan import jobs_of
-from fp4kit.checkpoint.verify.verify import verify
+from fp4kit.checkpoint.verify.verify import verify_checkpoint as verify
 
 pytestmark = ON_GPU
 PLACES = (0, 1) if DEVICES > 1 else (0,)

@@ -24,7 +24,7 @@ from fp4kit.checkpoint.model.slabs import Readers, slabs, values_of
 from fp4kit.checkpoint.reconcile import reconcile
 from fp4kit.checkpoint.selection.names import SCALING
 from fp4kit.checkpoint.verify.compare import compare_checkpoints
-from fp4kit.checkpoint.verify.verify import verify
+from fp4kit.checkpoint.verify.verify import verify_checkpoint as verify
 from fp4kit.cli import main
 from fp4kit.layouts import pack_gguf
 from fp4kit.storage.files import GGML_TYPES

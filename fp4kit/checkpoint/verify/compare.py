@@ -116,7 +116,20 @@ class CheckpointComparison:
 def compare_checkpoints(
     a: str | Path, b: str | Path, progress: Callable[[int], None] | None = None, ignore: Iterable[str] = ()
 ) -> CheckpointComparison:
-    """Compare two checkpoints by name: configs, metadata, tensors and quantized layers."""
+    """Compare two checkpoints by name: configs, metadata, tensors and quantized layers, as ``fp4kit compare`` does.
+
+    Args:
+        a, b: model directories, GGUF files or safetensors files. Between a model directory and a GGUF file, layers
+            correspond by llama.cpp's names.
+        progress: a function that is called with the number of bytes that were compared since its last call.
+        ignore: globs of tensors, config keys and metadata entries to leave out although fp4kit does not know them.
+
+    Returns:
+        A CheckpointComparison. ``equal`` says whether anything differs, ``verdict`` what, in one line.
+
+    Raises:
+        CheckpointError: a checkpoint cannot be read.
+    """
     left, right = inspect_checkpoint(a), inspect_checkpoint(b)
     configs, patterns = compare_configs(left, right), tuple(ignore)
     items = (item for model in (left, right) for item in resolved(model, model.weights, patterns).items)

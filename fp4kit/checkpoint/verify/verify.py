@@ -12,7 +12,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from fp4kit.arguments import as_index
+from fp4kit.arguments import as_index, explains_calls
 from fp4kit.checkpoint import findings
 from fp4kit.checkpoint.containers.engines import Issue
 from fp4kit.checkpoint.containers.table import CODES, INPUT_SCALE, SCALES, TENSOR_SCALE, VALUES, container
@@ -40,7 +40,16 @@ from fp4kit.lazy import lazy_property
 from fp4kit.recipes import Recipe
 from fp4kit.recipes import recipe as find_recipe
 from fp4kit.recipes.table import from_data
-from fp4kit.storage.files import FLOAT_DTYPES, NUMPY_DTYPES, CheckpointError, listed, parse_object, shown, similar_glob
+from fp4kit.storage.files import (
+    FLOAT_DTYPES,
+    NUMPY_DTYPES,
+    CheckpointError,
+    counted,
+    listed,
+    parse_object,
+    shown,
+    similar_glob,
+)
 from fp4kit.storage.gguf_file import GgufFile, whole_path
 
 
@@ -91,6 +100,9 @@ class LayerReport:
         return {**asdict(self), **counts, "differing": self.differing, "sqnr_db": self.tally.sqnr_db}
 
 
+_MANIFEST_IS = {"equal": "files match the manifest", "differs": "files differ from the manifest", "none": "no manifest"}
+
+
 @dataclass(frozen=True)
 class VerifyReport:
     """The result of a verification.
@@ -126,6 +138,23 @@ class VerifyReport:
         """Return the checkpoint and the numbers of its layers, errors and warnings, in one line."""
         counts = f"{len(self.layers)} layers, errors: {self.errors}, warnings: {len(self.issues) - self.errors}"
         return f"VerifyReport({str(self.path)!r}: {counts})"
+
+    def __str__(self) -> str:
+        """Return the errors, the warnings and the verdict, a line each."""
+        found = [f"{severity}: {text}" for severity, text in findings.lines_of(self.issues)]
+        return "\n".join([*found, self.verdict])
+
+    @property
+    def verdict(self) -> str:
+        """The result in one line, such as "37 layers, files match the manifest; errors: 0, warnings: 0"."""
+        count = len(self.issues) - self.errors
+        text = f"{counted(len(self.layers), 'layer')}, {_MANIFEST_IS[self.manifest]}"
+        if self.source is not None:
+            differing = sum(layer.differing for layer in self.layers)
+            if compared := sum(layer.compared for layer in self.layers):
+                text += f"; {differing} of {compared} bytes differ from {self.expected}"
+            text += f"; {len(self.changed)} of {self.copied} copied tensors differ"
+        return f"{text}; errors: {self.errors}, warnings: {count}"
 
     @lazy_property
     def total(self) -> StoredCounts:
@@ -198,15 +227,57 @@ class Verification:
         return read + sum(stored.entry.nbytes for stored, _ in self.copies)
 
 
-def verify(
+@explains_calls
+def verify_checkpoint(
     destination: str | Path,
     source: str | Path | None = None,
     recipe: str | Recipe | None = None,
     options: Options | None = None,
-    **more: Any,
+    ignore: Iterable[str] = (),
+    *,
+    search: ScaleSearch | None = None,
+    activations: Activations | None = None,
+    recipes: Iterable[tuple[str, str | Recipe]] = (),
+    adapter: str | Path | None = None,
+    tp: int | None = None,
+    ep: int | None = None,
 ) -> VerifyReport:
-    """Verify a checkpoint, and return a report of everything that is wrong with it. `more`: as for ``prepare``."""
-    return execute(prepare(destination, source, recipe, options, **more), options)
+    """Check the files, scales and configs of a checkpoint, as ``fp4kit verify`` does.
+
+    With a source, every quantized layer is quantized again from it and compared byte by byte, and so is every other
+    tensor. What the engines vLLM, SGLang, transformers, llama.cpp and mlx-lm require is checked in either case.
+
+    Args:
+        destination: the checkpoint: a model directory, GGUF file or safetensors file.
+        source: the model from which the checkpoint was made; None to check the checkpoint alone.
+        recipe: the recipe of the quantized layers; None for the one that the checkpoint records. Without either, the
+            layers are compared with the values of the source, but not byte by byte.
+        options: workers, executor, devices and progress, as for ``convert``. The result does not depend on them.
+        ignore: globs of tensors, config keys and metadata entries of the checkpoint to leave out although fp4kit does
+            not know them.
+        search: how block scales were searched; None for what the checkpoint records.
+        activations: the inputs from which the stored input scales should follow; None to leave these scales unchecked.
+        recipes: (glob, recipe) pairs for the layers of the source whose names match. The first match decides.
+        adapter: the directory of the LoRA adapter that was merged into the source.
+        tp, ep: the numbers of ranks over which vLLM and SGLang are to split every layer, and over which they are to
+            share the experts. A layer that they cannot split so is an error of the report.
+
+    Returns:
+        A VerifyReport. ``clean`` is True if it holds no error; ``print`` shows what was found.
+
+    Raises:
+        CheckpointError: a model cannot be opened, ``recipe`` does not fit the stored format, a glob of ``recipes``
+            matches no layer, or the checkpoint records an adapter that is not given.
+        ChildProcessError: a worker process died.
+
+    Example:
+        >>> report = verify_checkpoint("Llama-NVFP4", "Llama")  # doctest: +SKIP
+        >>> report.clean, report.verdict  # doctest: +SKIP
+    """
+    prepared = prepare(
+        destination, source, recipe, options, search, ignore, activations, recipes, adapter, tp=tp, ep=ep
+    )
+    return execute(prepared, options)
 
 
 def prepare(

@@ -19,7 +19,7 @@ from fp4kit.checkpoint.identify.run import identify_checkpoint
 from fp4kit.checkpoint.model.inspect import inspect_checkpoint
 from fp4kit.checkpoint.reconcile import reconcile
 from fp4kit.checkpoint.selection.selection import Wishes
-from fp4kit.checkpoint.verify.verify import verify
+from fp4kit.checkpoint.verify.verify import verify_checkpoint as verify
 from fp4kit.storage.files import CheckpointError, read_header
 
 NAME = "model.diffusion_model.blocks.0.qkv"

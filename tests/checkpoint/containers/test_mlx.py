@@ -22,7 +22,7 @@ from fp4kit.checkpoint.identify.run import identify_checkpoint
 from fp4kit.checkpoint.model.inspect import Checkpoint, inspect_checkpoint
 from fp4kit.checkpoint.model.slabs import Readers
 from fp4kit.checkpoint.verify.compare import compare_checkpoints
-from fp4kit.checkpoint.verify.verify import verify
+from fp4kit.checkpoint.verify.verify import verify_checkpoint as verify
 
 RECIPES = {"mxfp4-ocp": (32, 4, "mxfp4"), "nvfp4-torchao-single": (16, 4, "nvfp4"), "mxfp8-te": (32, 8, "mxfp8")}
 GLOBAL = np.float32(2688)

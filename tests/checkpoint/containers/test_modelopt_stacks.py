@@ -20,7 +20,7 @@ from fp4kit.checkpoint.loaders import support
 from fp4kit.checkpoint.model import slabs
 from fp4kit.checkpoint.model.inspect import inspect_checkpoint
 from fp4kit.checkpoint.verify.compare import compare_checkpoints
-from fp4kit.checkpoint.verify.verify import verify
+from fp4kit.checkpoint.verify.verify import verify_checkpoint as verify
 
 RECIPE, EXPERTS = "nvfp4-modelopt", "model.layers.0.feed_forward.experts"
 # N and K of each stack. All differ, so that the test fails if axes are swapped.

@@ -21,7 +21,7 @@ import fp4kit
 from fp4kit.checkpoint import convert, make_plan
 from fp4kit.checkpoint.identify.run import identify_checkpoint
 from fp4kit.checkpoint.model.inspect import inspect_checkpoint
-from fp4kit.checkpoint.verify.verify import verify
+from fp4kit.checkpoint.verify.verify import verify_checkpoint as verify
 
 DATA = Path(__file__).parents[2] / "data" / "imports"
 RECORDED, DESCRIPTION = DATA / "msmodelslim", "quant_model_description.json"

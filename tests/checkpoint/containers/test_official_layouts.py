@@ -23,7 +23,7 @@ from synthetic import BF16, E8M0, refused
 from fp4kit.checkpoint import convert, make_plan
 from fp4kit.checkpoint.identify.run import identify_checkpoint
 from fp4kit.checkpoint.model.inspect import inspect_checkpoint
-from fp4kit.checkpoint.verify.verify import verify
+from fp4kit.checkpoint.verify.verify import verify_checkpoint as verify
 
 H, M = 128, 64
 EXPERTS = {"w1": (M, H), "w2": (H, M), "w3": (M, H)}

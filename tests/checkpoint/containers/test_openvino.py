@@ -21,7 +21,7 @@ from fp4kit.checkpoint import convert, make_plan
 from fp4kit.checkpoint.identify.run import identify_checkpoint
 from fp4kit.checkpoint.model.inspect import inspect_checkpoint
 from fp4kit.checkpoint.model.slabs import Readers
-from fp4kit.checkpoint.verify.verify import verify
+from fp4kit.checkpoint.verify.verify import verify_checkpoint as verify
 
 DATA = Path(__file__).parents[2] / "data" / "imports"
 SOURCE = DATA / "nncf_source.safetensors"

@@ -20,7 +20,7 @@ from fp4kit.checkpoint.containers.table import CODES, CONTAINERS, INPUT_SCALE, T
 from fp4kit.checkpoint.loaders import support
 from fp4kit.checkpoint.loaders.exclusions import READERS
 from fp4kit.checkpoint.model.inspect import inspect_checkpoint
-from fp4kit.checkpoint.verify.verify import verify
+from fp4kit.checkpoint.verify.verify import verify_checkpoint as verify
 from fp4kit.contract.engine_table import VERSIONS
 from fp4kit.formats import ElementFormat
 

@@ -17,7 +17,7 @@ from fp4kit.checkpoint import Activations, Rules, TensorConverter, convert, conv
 from fp4kit.checkpoint.executors import Options
 from fp4kit.checkpoint.model.model_files import load_manifest
 from fp4kit.checkpoint.selection.selection import Wishes
-from fp4kit.checkpoint.verify.verify import verify
+from fp4kit.checkpoint.verify.verify import verify_checkpoint as verify
 
 SUFFIX = {"modelopt": ".input_scale", "compressed-tensors": ".input_global_scale"}
 RULE = {"modelopt": input_scale, "compressed-tensors": input_global_scale}

@@ -22,7 +22,7 @@ from fp4kit.checkpoint import ConversionReport, ScaleSearch, Wishes, convert, ma
 from fp4kit.checkpoint.executors import Options
 from fp4kit.checkpoint.model import slabs
 from fp4kit.checkpoint.plan.other_models import LoraAdapter
-from fp4kit.checkpoint.verify.verify import verify
+from fp4kit.checkpoint.verify.verify import verify_checkpoint as verify
 
 Q, V, DOWN = "model.layers.0.self_attn.q_proj", "model.layers.0.self_attn.v_proj", "model.layers.1.mlp.down_proj"
 GATE, K = "model.layers.1.mlp.gate_proj", "model.layers.0.self_attn.k_proj"

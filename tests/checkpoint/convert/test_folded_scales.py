@@ -24,7 +24,7 @@ from fp4kit.checkpoint.model.slabs import Slab
 from fp4kit.checkpoint.model.weights import Weight
 from fp4kit.checkpoint.selection.selection import Wishes
 from fp4kit.checkpoint.verify.compare import compare_checkpoints
-from fp4kit.checkpoint.verify.verify import verify
+from fp4kit.checkpoint.verify.verify import verify_checkpoint as verify
 from fp4kit.cli import main
 from fp4kit.formats import E4M3, FLT_MAX, FLT_MIN
 

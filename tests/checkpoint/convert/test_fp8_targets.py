@@ -22,7 +22,7 @@ from fp4kit.checkpoint import Rules, convert_tensors
 from fp4kit.checkpoint.convert.convert import convert
 from fp4kit.checkpoint.model.inspect import inspect_checkpoint
 from fp4kit.checkpoint.plan.assign_recipes import assign_recipes
-from fp4kit.checkpoint.verify.verify import verify
+from fp4kit.checkpoint.verify.verify import verify_checkpoint as verify
 
 TENSOR, ROWS = "fp8-modelopt", "fp8-modelopt-channel"
 RECIPES = ("fp8-deepgemm-block", "fp8-transformers-block")

@@ -29,7 +29,7 @@ from fp4kit.checkpoint import (
 )
 from fp4kit.checkpoint.convert.rows import search_blocks
 from fp4kit.checkpoint.identify.run import identify_checkpoint
-from fp4kit.checkpoint.verify.verify import verify
+from fp4kit.checkpoint.verify.verify import verify_checkpoint as verify
 from fp4kit.cli import main
 from fp4kit.layouts import pack_gguf
 from fp4kit.recipes import recipe

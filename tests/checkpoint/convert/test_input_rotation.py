@@ -25,7 +25,7 @@ from fp4kit.checkpoint.model.inspect import inspect_checkpoint
 from fp4kit.checkpoint.model.transforms import decodable
 from fp4kit.checkpoint.model.weights import WeightRotation
 from fp4kit.checkpoint.verify.compare import compare_checkpoints
-from fp4kit.checkpoint.verify.verify import verify
+from fp4kit.checkpoint.verify.verify import verify_checkpoint as verify
 
 CT = {"format": "compressed-tensors"}
 NVFP4, MXFP4, FP8 = "nvfp4-compressed-tensors", "mxfp4-ocp", "fp8-modelopt-channel"

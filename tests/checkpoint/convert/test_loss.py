@@ -19,7 +19,8 @@ from fp4kit.checkpoint.model.model_files import load_manifest
 from fp4kit.checkpoint.model.statistics import LARGEST_REACH, doubt_about, reach_and_lost_blocks
 from fp4kit.checkpoint.plan.make_plan import make_plan
 from fp4kit.checkpoint.reconcile import reconcile
-from fp4kit.checkpoint.verify.verify import VerifyReport, verify
+from fp4kit.checkpoint.verify.verify import VerifyReport
+from fp4kit.checkpoint.verify.verify import verify_checkpoint as verify
 from fp4kit.cli import main
 
 NAMES = [f"model.layers.{i}.mlp.{part}_proj" for i in range(2) for part in ("gate", "up", "down")]

@@ -17,7 +17,7 @@ from fp4kit.__main__ import main
 from fp4kit.checkpoint.convert.convert import convert
 from fp4kit.checkpoint.model.inspect import inspect_checkpoint
 from fp4kit.checkpoint.plan.make_plan import make_plan
-from fp4kit.checkpoint.verify.verify import verify
+from fp4kit.checkpoint.verify.verify import verify_checkpoint as verify
 
 OUT, DOWN, QKV = "*.o_proj", "*.mlp.down_proj", "*.self_attn.[qkv]_proj"
 CT = [(DOWN, "fp8-modelopt-channel"), (OUT, "mxfp8-te"), (QKV, "mxfp4-ocp")]

@@ -29,7 +29,7 @@ from fp4kit.checkpoint.model.slabs import Readers, slabs, values_of
 from fp4kit.checkpoint.model.weights import located, weights_of
 from fp4kit.checkpoint.plan.gguf_model import CLASSES
 from fp4kit.checkpoint.verify.compare import compare_checkpoints
-from fp4kit.checkpoint.verify.verify import verify
+from fp4kit.checkpoint.verify.verify import verify_checkpoint as verify
 from fp4kit.cli import main
 from fp4kit.storage.gguf_file import read_gguf, read_gguf_model
 

@@ -21,7 +21,7 @@ import fp4kit
 from fp4kit.checkpoint.convert.convert import ConversionReport, convert
 from fp4kit.checkpoint.loaders import support
 from fp4kit.checkpoint.model.statistics import amax_and_nonfinite
-from fp4kit.checkpoint.verify.verify import verify
+from fp4kit.checkpoint.verify.verify import verify_checkpoint as verify
 
 FLOAT_TARGETS = [
     ("nvfp4-te", "modelopt"),

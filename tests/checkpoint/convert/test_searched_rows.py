@@ -23,7 +23,7 @@ from fp4kit.checkpoint.identify import hypotheses
 from fp4kit.checkpoint.identify.run import identify_checkpoint
 from fp4kit.checkpoint.identify.verdicts import CheckpointVerdict, LayerVerdict
 from fp4kit.checkpoint.verify.compare import compare_checkpoints
-from fp4kit.checkpoint.verify.verify import verify
+from fp4kit.checkpoint.verify.verify import verify_checkpoint as verify
 from fp4kit.cli import main
 from fp4kit.formats import E2M1, E4M3
 from fp4kit.layouts import pack_gguf

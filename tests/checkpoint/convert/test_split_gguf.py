@@ -23,7 +23,7 @@ from fp4kit.checkpoint.convert.run_jobs import remove_leftovers
 from fp4kit.checkpoint.identify.run import identify_checkpoint
 from fp4kit.checkpoint.model.inspect import inspect_checkpoint
 from fp4kit.checkpoint.verify.compare import compare_checkpoints
-from fp4kit.checkpoint.verify.verify import verify
+from fp4kit.checkpoint.verify.verify import verify_checkpoint as verify
 from fp4kit.cli import main
 from fp4kit.storage.gguf_file import bytes_of_text, divide, read_gguf, read_gguf_model
 

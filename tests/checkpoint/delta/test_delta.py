@@ -16,7 +16,7 @@ from synthetic import refused
 from fp4kit.checkpoint import convert, staging
 from fp4kit.checkpoint import delta as patch_file
 from fp4kit.checkpoint.delta import apply, diff, positions_of
-from fp4kit.checkpoint.verify.verify import verify
+from fp4kit.checkpoint.verify.verify import verify_checkpoint as verify
 from fp4kit.storage.files import read_header
 from fp4kit.storage.gguf_file import read_gguf
 

@@ -27,7 +27,7 @@ from fp4kit.checkpoint.convert.convert import convert
 from fp4kit.checkpoint.identify.run import identify_checkpoint
 from fp4kit.checkpoint.loaders import support
 from fp4kit.checkpoint.selection.selection import Wishes
-from fp4kit.checkpoint.verify.verify import verify
+from fp4kit.checkpoint.verify.verify import verify_checkpoint as verify
 from fp4kit.cli.conversion_summary import lines_of, summary_of
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # set before the import, so that no server is contacted

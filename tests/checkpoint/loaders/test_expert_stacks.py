@@ -20,7 +20,7 @@ from fp4kit.checkpoint.model.slabs import Readers, slabs, values_of
 from fp4kit.checkpoint.model.transforms import gate_first
 from fp4kit.checkpoint.model.weights import HeadOrder, Weight
 from fp4kit.checkpoint.selection.selection import Wishes
-from fp4kit.checkpoint.verify.verify import verify
+from fp4kit.checkpoint.verify.verify import verify_checkpoint as verify
 from fp4kit.contract.engine_table import SPLIT_EXPERTS
 
 synthetic.DTYPE_NAMES.setdefault(np.dtype("u4"), "U32")

@@ -21,7 +21,7 @@ from fp4kit.checkpoint.loaders import support
 from fp4kit.checkpoint.loaders.requirements import SIZES, SPLITS, obstacles, sharding_of
 from fp4kit.checkpoint.model.weights import Weight
 from fp4kit.checkpoint.plan.request import Request
-from fp4kit.checkpoint.verify.verify import verify
+from fp4kit.checkpoint.verify.verify import verify_checkpoint as verify
 from fp4kit.contract.engine_table import VERSIONS
 from fp4kit.recipes import recipe
 

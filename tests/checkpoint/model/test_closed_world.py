@@ -28,7 +28,7 @@ from fp4kit.checkpoint.model.weights import Weight
 from fp4kit.checkpoint.plan.make_plan import make_plan
 from fp4kit.checkpoint.reconcile import reconcile
 from fp4kit.checkpoint.verify.compare import compare_checkpoints
-from fp4kit.checkpoint.verify.verify import verify
+from fp4kit.checkpoint.verify.verify import verify_checkpoint as verify
 from fp4kit.storage.files import CheckpointError
 
 LAYER = "model.layers.0.self_attn.o_proj"

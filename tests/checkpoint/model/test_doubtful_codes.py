@@ -42,7 +42,7 @@ from fp4kit.checkpoint.model.doubts import (
 from fp4kit.checkpoint.model.inspect import inspect_checkpoint
 from fp4kit.checkpoint.model.slabs import Slab, UpdateRows
 from fp4kit.checkpoint.model.weights import Weight
-from fp4kit.checkpoint.verify.verify import verify
+from fp4kit.checkpoint.verify.verify import verify_checkpoint as verify
 from fp4kit.layouts import swizzle_scales
 from fp4kit.recipes import RECIPES, Recipe
 from fp4kit.storage.files import CheckpointError

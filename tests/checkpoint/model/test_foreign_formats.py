@@ -27,7 +27,7 @@ from fp4kit.checkpoint.model.closed_world import FOREIGN, split
 from fp4kit.checkpoint.model.inspect import inspect_checkpoint
 from fp4kit.checkpoint.model.statistics import sqnr_db
 from fp4kit.checkpoint.selection.selection import Wishes
-from fp4kit.checkpoint.verify.verify import verify
+from fp4kit.checkpoint.verify.verify import verify_checkpoint as verify
 from fp4kit.storage.files import read_header
 
 N, K = 64, 128

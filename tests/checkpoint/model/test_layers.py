@@ -26,7 +26,7 @@ from fp4kit.checkpoint.model.inspect import inspect_checkpoint
 from fp4kit.checkpoint.model.slabs import Readers, slabs, values_of
 from fp4kit.checkpoint.model.weights import Weight, WeightRotation, rotation_of
 from fp4kit.checkpoint.plan.make_plan import make_plan
-from fp4kit.checkpoint.verify.verify import verify
+from fp4kit.checkpoint.verify.verify import verify_checkpoint as verify
 from fp4kit.storage.files import CheckpointError
 
 LAYER = "model.layers.0.self_attn.q_proj"

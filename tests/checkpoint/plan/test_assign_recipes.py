@@ -34,7 +34,7 @@ from fp4kit.checkpoint.plan.assign_recipes import (
 from fp4kit.checkpoint.plan.make_plan import make_plan
 from fp4kit.checkpoint.plan.scale_search import ScaleSearch
 from fp4kit.checkpoint.selection.selection import Wishes
-from fp4kit.checkpoint.verify.verify import verify
+from fp4kit.checkpoint.verify.verify import verify_checkpoint as verify
 
 FP8 = "fp8-modelopt-channel"
 

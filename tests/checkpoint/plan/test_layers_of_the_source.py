@@ -34,7 +34,7 @@ from fp4kit.checkpoint.plan.plan_facts import (
     value_of,
 )
 from fp4kit.checkpoint.plan.source_layers import kv_cache_of
-from fp4kit.checkpoint.verify.verify import verify
+from fp4kit.checkpoint.verify.verify import verify_checkpoint as verify
 from fp4kit.storage.files import CheckpointError
 
 QKV = Wishes(include=("*.[qkv]_proj",))

@@ -26,7 +26,8 @@ from fp4kit.checkpoint.convert.rows import search_blocks
 from fp4kit.checkpoint.model.inspect import inspect_checkpoint
 from fp4kit.checkpoint.plan.scale_search import gguf_names, read_imatrix
 from fp4kit.checkpoint.verify.compare import compare_checkpoints
-from fp4kit.checkpoint.verify.verify import recorded_search, verify
+from fp4kit.checkpoint.verify.verify import recorded_search
+from fp4kit.checkpoint.verify.verify import verify_checkpoint as verify
 from fp4kit.cli import main
 from fp4kit.layouts import pack_gguf
 from fp4kit.recipes import recipe

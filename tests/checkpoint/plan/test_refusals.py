@@ -22,7 +22,7 @@ from fp4kit.checkpoint.plan.make_plan import make_plan
 from fp4kit.checkpoint.plan.other_models import LoraAdapter
 from fp4kit.checkpoint.plan.source_layers import missing_layers
 from fp4kit.checkpoint.selection.selection import Wishes
-from fp4kit.checkpoint.verify.verify import verify
+from fp4kit.checkpoint.verify.verify import verify_checkpoint as verify
 
 PLAIN = {"a.weight": random("a", (16, 64))}
 

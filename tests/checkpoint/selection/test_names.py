@@ -23,7 +23,7 @@ from fp4kit.checkpoint.selection.names import (
     unwrapped,
 )
 from fp4kit.checkpoint.selection.selection import Wishes, candidate, decide, model_facts
-from fp4kit.checkpoint.verify.verify import verify
+from fp4kit.checkpoint.verify.verify import verify_checkpoint as verify
 
 PLAIN = "model.layers.0.self_attn.o_proj.weight"
 WRAPPED = {

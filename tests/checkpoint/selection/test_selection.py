@@ -25,7 +25,7 @@ from fp4kit.checkpoint.selection import names as fused_layers
 from fp4kit.checkpoint.selection import selection
 from fp4kit.checkpoint.selection.names import hugging_face_names
 from fp4kit.checkpoint.selection.selection import Candidate, Decision, ModelFacts, Selector, Wishes, candidate, decide
-from fp4kit.checkpoint.verify.verify import verify
+from fp4kit.checkpoint.verify.verify import verify_checkpoint as verify
 
 
 def converted(candidates: list[Candidate], wishes: Wishes) -> set[str]:

@@ -29,7 +29,7 @@ from fp4kit.checkpoint.model.model_files import open_source
 from fp4kit.checkpoint.model.statistics import StoredCounts, sampled_magnitudes
 from fp4kit.checkpoint.verify import reencode as module
 from fp4kit.checkpoint.verify.reencode import SampledError, sampled_error
-from fp4kit.checkpoint.verify.verify import verify
+from fp4kit.checkpoint.verify.verify import verify_checkpoint as verify
 from fp4kit.cli import main
 from fp4kit.formats import E4M3
 from fp4kit.layouts import swizzle_scales

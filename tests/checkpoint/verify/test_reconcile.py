@@ -14,7 +14,7 @@ from fp4kit.checkpoint.model.slabs import Readers, slabs, values_of
 from fp4kit.checkpoint.model.weights import located, weights_of
 from fp4kit.checkpoint.reconcile import reconcile
 from fp4kit.checkpoint.selection.names import shared_amax_groups
-from fp4kit.checkpoint.verify.verify import verify
+from fp4kit.checkpoint.verify.verify import verify_checkpoint as verify
 from fp4kit.cli import main
 from fp4kit.contract.schema import FILE as CONTRACT
 from fp4kit.formats import E4M3

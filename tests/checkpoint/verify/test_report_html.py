@@ -20,7 +20,8 @@ from together import together
 from fp4kit.checkpoint import convert
 from fp4kit.checkpoint.containers.engines import Issue
 from fp4kit.checkpoint.verify.report import _marks, _ticks, page, write_report
-from fp4kit.checkpoint.verify.verify import VerifyReport, verify
+from fp4kit.checkpoint.verify.verify import VerifyReport
+from fp4kit.checkpoint.verify.verify import verify_checkpoint as verify
 from fp4kit.cli import main
 
 EVIL = '<img src=x onerror="alert(1)"></script><script>document.title="taken"</script>\u202e&amp;\'\x1b[31m'

@@ -38,7 +38,8 @@ from fp4kit.checkpoint.findings import grouped
 from fp4kit.checkpoint.loaders import support
 from fp4kit.checkpoint.model.model_files import MANIFEST, open_source
 from fp4kit.checkpoint.model.statistics import StoredCounts, amax_and_nonfinite, sqnr_db, tally
-from fp4kit.checkpoint.verify.verify import LayerReport, VerifyReport, prepare, verify
+from fp4kit.checkpoint.verify.verify import LayerReport, VerifyReport, prepare
+from fp4kit.checkpoint.verify.verify import verify_checkpoint as verify
 from fp4kit.cli import main
 from fp4kit.formats import FLT_MAX
 from fp4kit.storage.files import CheckpointError
@@ -382,7 +383,7 @@ def test_tensors_of_one_side(tmp_path: Path) -> None:
     assert any("is not the source file that was converted" in issue.text for issue in verify(model, source).issues)
 
 
-def test_recipe(tmp_path: Path) -> None:
+def test_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """verify re-encodes the source with the user's recipe, or else with the recorded one.
 
     Without a recipe, it still compares the decoded values with the source.
@@ -392,6 +393,12 @@ def test_recipe(tmp_path: Path) -> None:
     assert not verify(model, source, "nvfp4-modelopt").clean
     with pytest.raises(CheckpointError, match=r"^--recipe: modelopt NVFP4 cannot store mxfp4-ocp, so no byte could"):
         verify(model, source, "mxfp4-ocp")
+    # The report prints the findings and the last line of the command.
+    found = verify(model, source, "nvfp4-modelopt")
+    main(["verify", str(model), "--source", str(source), "--recipe", "nvfp4-modelopt"])
+    printed = capsys.readouterr().out.splitlines()
+    assert found.verdict == printed[-1] == str(found).splitlines()[-1]
+    assert {*str(found).splitlines()} <= {*printed} and f"errors: {found.errors}," in found.verdict
     random = [issue.text for issue in verify(model, source, "nvfp4-comfy-kitchen-stochastic").issues]
     assert any("only rounds stochastically, and the seed of its codes is not known" in text for text in random)
     (model / MANIFEST).unlink()
