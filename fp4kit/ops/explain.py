@@ -207,7 +207,7 @@ def explain(
     if not recipes:
         raise ValueError(f"{OP}: recipe is an empty sequence; needs at least one recipe")
     array = import_to_host(OP, x=x)
-    at = _checked_index(index, array.shape)
+    at = checked_index(OP, index, array.shape)
     amaxes = {"tensor_amax": _on_host(tensor_amax), "block_amax": _on_host(block_amax)}
     options = QuantizeOptions(rounding=rounding, seed=_on_host(seed), hadamard=hadamard)
     calls = [fake_call(OP, array, r, axis, options, **amaxes) for r in recipes]
@@ -226,16 +226,16 @@ def _on_host(array: Any) -> Any:
     return array if is_number else import_to_host(OP, array=array)
 
 
-def _checked_index(index: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
+def checked_index(op: str, index: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Return the index of an element of x as a tuple with one non-negative integer per axis."""
     given = tuple(index) if isinstance(index, (tuple, list)) else (index,)
-    parts = tuple(as_index(OP, "index", part) for part in given)
+    parts = tuple(as_index(op, "index", part) for part in given)
     if len(parts) != len(shape):
         raise IndexError(
-            f"{OP}: index {given} has {len(parts)} integers; needs {len(shape)}, because x has shape {shape}"
+            f"{op}: index {given} has {len(parts)} integers; needs {len(shape)}, because x has shape {shape}"
         )
     if not all(-n <= i < n for i, n in zip(parts, shape, strict=True)):
-        raise IndexError(f"{OP}: index {given} is out of range; x has shape {shape}")
+        raise IndexError(f"{op}: index {given} is out of range; x has shape {shape}")
     return tuple(i % n for i, n in zip(parts, shape, strict=True))
 
 

@@ -26,7 +26,7 @@ from fp4kit.arrays.imports import import_to_host
 from fp4kit.formats import IF4_INTEGER_BIT, ElementFormat, IntegerOrFloat
 from fp4kit.layouts import unpacked, unswizzle_scales
 from fp4kit.ops.compare import RecipeComparison, amax_for
-from fp4kit.ops.explain import Explanation, explain
+from fp4kit.ops.explain import Explanation, checked_index, explain
 from fp4kit.ops.matmul import ErrorBudget
 from fp4kit.ops.quantize import dequantize, quantize
 from fp4kit.plot.style import BLUE, GREEN, GREY, MARKS, ORANGE, STYLE, axes, without_frame
@@ -568,7 +568,7 @@ def block(
     if not sizes:
         raise ValueError(f"{op}: {recipes[0].id} has no blocks; needs a recipe such as nvfp4-te")
     array = import_to_host(op, x=x)
-    at = explain(array, recipes[0], index, tensor_amax=amax_for(recipes[0], tensor_amax)).index
+    at = checked_index(op, index, array.shape)
     columns = range(min(at[-1] // n * n for n in sizes), max(at[-1] // n * n + n for n in sizes))
     rows: dict[str, list[float]] = {}
     title, differs = [], []

@@ -360,6 +360,7 @@ WRONG = [
     (lambda: plot.error_against_scale(BAD_ROW, "nvfp4-te"), ValueError, "x holds a NaN or an infinity, or only zeros"),
     (lambda: plot.block(ROW, "fp8-modelopt", 0), ValueError, "fp8-modelopt has no blocks"),
     (lambda: plot.block(ROW, [], 0), ValueError, "recipe is empty; needs a recipe id, or several"),
+    (lambda: plot.block(ROW, "nvfp4-te", 99), IndexError, "plot.block: index (99,) is out of range; x has shape"),
     (lambda: plot.number_line(fp4kit.formats.E2M1, [np.nan]), ValueError, "x holds a NaN or an infinity; needs finite"),
     (lambda: plot.number_line("E9"), TypeError, "element is 'E9'; needs a format, or one of E2M1, E1M2"),
     (lambda: plot.layers({}), ValueError, "ratios is empty"),

@@ -417,7 +417,11 @@ WRONG = {
     "all": ({"exclude": ("*",)}, ValueError, r"no parameter is left to quantize: .*\(exclude '\*'\)"),
     "text": ({"parameters": "*"}, TypeError, r"parameters is '\*'; needs a tuple of wildcards, such as"),
     "a norm": ({"include": ("model.norm.weight",)}, ValueError, r"which has shape \(64,\); needs two dimensi"),
-    "format": ({"format": "modlopt"}, CheckpointError, r"^fake_quantize_model: format modlopt: unknown; use one of"),
+    "format": (
+        {"format": "modlopt"},
+        CheckpointError,
+        r"^fake_quantize_model: format modlopt: unknown; did you mean modelopt",
+    ),
     "unstorable": ({"format": "mlx", "config": CONFIG}, CheckpointError, r"mlx"),
 }
 

@@ -12,7 +12,7 @@ from inspect import Parameter, Signature, signature
 from pathlib import Path
 from typing import Any, SupportsFloat, TypedDict, TypeVar
 
-from fp4kit.arguments import Flag, flag, no_argument
+from fp4kit.arguments import Flag, flag, no_argument, suggestion
 from fp4kit.calibration import RULES, UNSEEN, Collector
 from fp4kit.call.parse import HADAMARD_SIZES
 from fp4kit.checkpoint.containers import table
@@ -496,7 +496,8 @@ class Request:
             yield bool(self.codes) and (name, f"has no effect with --codes, {text}")
             yield is_plain and (name, f"has no effect with --format bf16, {text}")
         for kind, value, known in (("format", self.format, ALL_FORMATS), ("nonfinite", self.nonfinite, NONFINITE)):
-            yield value not in (None, *known) and (f"{kind} {value}", f"unknown; use one of {', '.join(known)}")
+            hint = suggestion(str(value), known) or f"; use one of {', '.join(known)}"
+            yield value not in (None, *known) and (f"{kind} {value}", f"unknown{hint}")
         scale, size = self.input_scale, self.split_max_size
         is_normal = scale is None or (
             isinstance(scale, SupportsFloat) and float(FLT_MIN) <= float(scale) <= float(FLT_MAX)

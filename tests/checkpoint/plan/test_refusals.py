@@ -137,7 +137,8 @@ def test_changed_recipe_needs_an_id_of_its_own(dense: Path) -> None:
 
 REFUSED: list[tuple[str | None, dict[str, Any], str]] = [  # recipe, options, part of the message
     (None, {"format": "bf16"}, "0 tensors to convert: nothing in the source is quantized, so there is nothing to "),
-    (None, {"format": "ggml"}, f"format ggml: unknown; use one of {', '.join(ALL_FORMATS)}"),
+    (None, {"format": "modlopt"}, "format modlopt: unknown; did you mean modelopt?"),
+    (None, {"format": "awq"}, f"format awq: unknown; use one of {', '.join(ALL_FORMATS)}"),
     (None, {"nonfinite": "drop"}, "nonfinite drop: unknown; use one of error, keep, saturate"),
     ("nvfp4-te", {"format": "sglang-mxfp8"}, "--format sglang-mxfp8 holds mxfp8 only, no nvfp4; use --format "),
     ("nvfp4-te", {"format": "gpt-oss"}, "--format gpt-oss holds mxfp4 only, no nvfp4; use --format "),
