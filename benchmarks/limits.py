@@ -5,7 +5,7 @@
 
 A kernel takes at least the longer of the two times. Instructions per element are those of its main loop (sass.py).
 
-    python benchmarks/limits.py    count the main kernels anew, and write results/limits.json and docs/limits.md
+    python benchmarks/limits.py    count the main kernels anew, and write results/limits.json and docs/roofline.md
 
 The command needs NVRTC and nvdisasm (kernel_report.py), and no GPU. benchmarks/run.py prints both limits for the GPU
 that it runs on.
@@ -33,7 +33,7 @@ from fp4kit.recipes import RECIPES
 from fp4kit.reference.stochastic import TE_SIGN_MASK
 
 HERE = Path(__file__).resolve().parent
-RECORD, PAGE = HERE / "results" / "limits.json", HERE.parent / "docs" / "limits.md"
+RECORD, PAGE = HERE / "results" / "limits.json", HERE.parent / "docs" / "roofline.md"
 ARCHITECTURES = ("sm_90", "sm_100a", "sm_103a", "sm_120a")
 LANES = 4 * 32  # thread instructions that a multiprocessor issues per cycle: one warp per scheduler
 SIZE = 16384  # rows and columns of the matrices of the page, as in run.py
@@ -146,7 +146,7 @@ COLUMNS = ("operation", "recipe", "bytes per element", *ARCHITECTURES, "by bytes
 
 
 TEXT = """\
-# Limits on a {name}
+# Roofline of a {name}
 
 This page says what fp4kit's main CUDA kernels can reach at most on a {name}. It is derived from machine code and data
 sheets (evidence: derived): nothing was run on such a GPU. If you have one, compare the last columns with the times that
