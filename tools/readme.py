@@ -255,7 +255,7 @@ def _families_alike(container: str) -> list[list[str]]:
     return [families for cells, families in groups.items() if any(each.how or each.note for each in cells)]
 
 
-ENGINE_COLUMNS = "engine scheme weights decoded activations product evidence loads".split()
+ENGINE_COLUMNS = "engine scheme weights decoded activations product evidence".split()
 
 
 def engines() -> str:
@@ -270,11 +270,7 @@ def engines() -> str:
         inputs = f"`{name_for_inputs(row.activations, row.input_scales)}`{scales}" if row.activations else "-"
         product = "in PyTorch" if row.product == "torch" else f"`{row.product}`"
         of_product = "" if row.evidence == row.product_evidence else f"; product {row.product_evidence}"
-        cells = support.cells_of(row.container, row.engine)
-        loads = ", ".join(
-            sorted((one for cell in cells if cell.status == "loads" for one in cells[cell]), key=support.FAMILIES.index)
-        )
-        rows.append((name, row.scheme, weights, decoded, inputs, product, row.evidence + of_product, loads))
+        rows.append((name, row.scheme, weights, decoded, inputs, product, row.evidence + of_product))
         needs[row.needs].append(f"{name} {row.version} ({'CPU' if row.device == 'cpu' else 'GPU'})")
     below = [f"- {', '.join(dict.fromkeys(names))}: {text}." for text, names in needs.items()]
     return markdown(ENGINE_COLUMNS, rows) + "\n\n" + "\n".join(below) + "\n"

@@ -63,15 +63,8 @@ def _number(text: str) -> int:
     return int(text.replace(",", ""))
 
 
-def test_one_page_says_which_recipe_is_for_which_engine() -> None:
-    """The commands of the guide to conversion have the options of that page, which also says how many recipes exist."""
-    guides = ROOT / "docs" / "guides"
-    chosen, commands = ((guides / name).read_text() for name in ("choose.md", "convert.md"))
-    rows = re.findall(r"^\| (\S+) \| (?:`(--recipe .*?)`)?", chosen, re.MULTILINE)
-    options = {engine: options for engine, options in rows if options}
-    used = dict(re.findall(r"^\| (\S+) \| `fp4kit convert \S+ \S+ (--recipe .*?)`", commands, re.MULTILINE))
-    assert used == options and len(used) == 6
-    assert f"fp4kit has {len(ALL_RECIPES)} recipes," in chosen
+def test_the_guide_says_how_many_recipes_there_are() -> None:
+    assert f"fp4kit has {len(ALL_RECIPES)} recipes," in (ROOT / "docs" / "guides" / "choose.md").read_text()
 
 
 def test_rates_of_recipes_are_those_of_the_record() -> None:
