@@ -24,6 +24,8 @@ LONG = 36  # letters of a word, such as a path, for which a column must be wide
 WITHOUT_CONTENTS = ("recipes.md", "guides/train-and-serve.md")  # pages whose tables need the whole width
 FOUND_FIRST = ("install.md", "guides/adapters.md", "guides/convert.md")  # by search, before pages that name the word
 LINK = re.compile(r"\]\((\.\./[^)#\s]+)")
+NAMES = re.compile(r"<!-- names\n(.*?)-->", re.DOTALL)  # directives, hidden from readers of the Markdown
+NAME = re.compile(r"^\| `(fp4kit\.[\w.]+)` \|", re.MULTILINE)  # the first cell of a table of names
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -40,6 +42,8 @@ def on_files(files: Any, config: Any) -> Any:
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Return a page's Markdown, in which relative links that leave docs/ are replaced by links to the repository.
 
+    In pages of the reference, names in tables link to their descriptions, which mkdocstrings writes below.
+
     mkdocs calls this hook for every page. Links within docs/ stay as they are.
 
     Raises FileNotFoundError for a link that leaves docs/ to a file that does not exist.
@@ -49,6 +53,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     if page.file.src_uri in FOUND_FIRST:
         page.meta["search"] = {"boost": 2}
     here = (ROOT / "docs" / page.file.src_uri).parent
+    if NAMES.search(markdown):
+        markdown = NAME.sub(r"| [`\1`](#\1) |", NAMES.sub(r"\1", markdown))
 
     def linked(match: re.Match[str]) -> str:
         target = (here / match[1]).resolve()

@@ -8,6 +8,8 @@ tests/project/test_readme.py checks that all parts are current.
 
 from __future__ import annotations
 
+import importlib
+import inspect
 import json
 import re
 import subprocess
@@ -49,6 +51,8 @@ DOCS = (
     "guides/train-and-serve",
 )
 PAGES = (ROOT / "README.md", *(ROOT / "docs" / f"{name}.md" for name in DOCS))
+HIDDEN = r"_|check(_|$)"  # names of a module that the reference leaves out, as the filter in mkdocs.yml does
+REFERENCE = tuple(sorted((ROOT / "docs" / "reference").glob("*.md")))
 RESULTS = ROOT / "benchmarks" / "results"
 MEASURED = (  # rows of the table of times: (operation, recipe)
     ("quantize", "mxfp4-ocp"),
@@ -421,6 +425,35 @@ def with_output(text: str) -> str:
     return re.sub(pattern, current, text, flags=re.DOTALL)
 
 
+def with_names(text: str) -> str:
+    """Return a page's text with a table above each `<!-- names` comment: names, and first sentences of docstrings.
+
+    The comment holds mkdocstrings directives, which tools/mkdocs_hooks.py uncovers for the site.
+    """
+
+    def table(match: re.Match[str]) -> str:
+        names = re.findall(r"^::: (\S+)", match[1], re.MULTILINE)
+        rows = [(f"`{name}`", first_sentence(one)) for found in names for name, one in described(found)]
+        return markdown(("name", "what it does"), rows) + "\n\n" + match[1]
+
+    return re.sub(r"(?:(?:^\|[^\n]*\n)+\n)?(<!-- names\n.*?-->)", table, text, flags=re.DOTALL | re.MULTILINE)
+
+
+def described(name: str) -> list[tuple[str, Any]]:
+    """Return (name, object) of a directive and, for a module, of the functions and classes that it defines."""
+    parent, _, attribute = name.rpartition(".")
+    module = importlib.import_module(parent)
+    one = getattr(module, attribute) if hasattr(module, attribute) else importlib.import_module(name)
+    members = vars(one).items() if inspect.ismodule(one) else ()
+    own = [(key, each) for key, each in members if callable(each) and each.__module__ == name]
+    return [(name, one), *((f"{name}.{key}", each) for key, each in own if not re.match(HIDDEN, key))]
+
+
+def first_sentence(one: Any) -> str:
+    """Return the first sentence of an object's docstring."""
+    return re.split(r"(?<=\.)\s", " ".join((inspect.getdoc(one) or "").partition("\n\n")[0].split()))[0]
+
+
 def rewritten(text: str) -> str:
     """Return the text of a page with its example's output and all generated parts up to date.
 
@@ -430,7 +463,7 @@ def rewritten(text: str) -> str:
     wrong = {name for name in names if name not in PARTS or names.count(name) > 1}
     if wrong:
         raise ValueError(f"generated parts {sorted(wrong)}; needs {', '.join(PARTS)}, each at most once")
-    text = with_output(text)
+    text = with_names(with_output(text))
     for name in names:
         pattern = re.compile(rf"(<!-- generated: {name} -->\n).*?(<!-- end -->)", re.DOTALL)
         body = PARTS[name]()
@@ -439,5 +472,8 @@ def rewritten(text: str) -> str:
 
 
 if __name__ == "__main__":
-    for page in PAGES:
-        page.write_text(rewritten(page.read_text()))
+    for page in PAGES + REFERENCE:
+        try:
+            page.write_text(rewritten(page.read_text()))
+        except ModuleNotFoundError as error:  # the reference of PyTorch or JAX, if that is not installed
+            print(f"{page.relative_to(ROOT)}: left as it is: {error}")

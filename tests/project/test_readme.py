@@ -34,6 +34,13 @@ def test_generated_parts_and_what_the_example_prints_are_current(monkeypatch) ->
         assert module.rewritten(page.read_text()) == page.read_text(), f"{page.name}: run python tools/readme.py"
 
 
+@pytest.mark.parametrize("page", tool_module("readme").REFERENCE, ids=lambda page: page.stem)
+def test_tables_of_the_reference_are_current(page: Path) -> None:
+    if page.stem in ("torch", "jax"):
+        pytest.importorskip(page.stem)
+    assert tool_module("readme").with_names(page.read_text()) == page.read_text(), "run python tools/readme.py"
+
+
 def test_each_example_has_its_own_output() -> None:
     page = "<!-- example -->\n```python\nprint({})\n```\nText:\n\n<!-- output -->\n```text\n{}\n```\n"
     stale, current = (page.format(1, x) + page.format(2, y) for x, y in (("x", "x"), (1, 2)))
