@@ -184,8 +184,11 @@ def lines_of(report: ConversionReport, summary: Summary) -> Iterator[str]:
         yield f"next: fp4kit compare {paths}"
         return
     paths = " --source ".join(shlex.quote(str(path)) for path in (report.destination, plan.source.root))
-    adapter = plan.request.adapter
-    yield f"next: fp4kit verify {paths}{'' if adapter is None else f' --adapter {shlex.quote(str(adapter.root))}'}"
+    adapter, activations = plan.request.adapter, plan.request.activations
+    more = [("adapter", adapter.root)] if adapter is not None else []
+    more += [("activations", path) for path in activations.paths] if activations is not None else []
+    options = "".join(f" --{name} {shlex.quote(str(path))}" for name, path in more)
+    yield f"next: fp4kit verify {paths}{options}"
 
 
 def _decodes_to_bfloat16(format_name: str) -> bool:

@@ -281,6 +281,8 @@ def test_convert_activations(tmp_path: Path, run: Run) -> None:
     assert result.code == 0 and "(modelopt NVFP4): 4 tensors" in result.out
     expected = input_scale(Collector.load(tmp_path / "rank0", tmp_path / "rank1").found("headroom")[QUERY])
     assert oracle.load(tmp_path / "out")[f"{QUERY}.input_scale"][2] == expected.tobytes()
+    (step,) = (line for line in result.out.splitlines() if line.startswith("next: fp4kit verify "))
+    assert step.endswith(" ".join(map(str, files)))
     assert run("verify", tmp_path / "out", *files).code == 0
     result = run("verify", tmp_path / "out", *files, "--activation-rule", "max")
     assert result.code == 1 and "; the activations give " in result.out

@@ -45,6 +45,7 @@ class Activations:
         unseen: what to do with an expert without measured inputs other than zero. "error" raises CheckpointError,
             "layer" gives it the largest amax of the experts of its layer, and "none" gives it no input scale.
         facts: what the manifest of the output records about the activations, such as the names and SHA-256 of files.
+        paths: the files from which they were read.
 
     Raises:
         CheckpointError: if there is no layer, or ``unseen`` is unknown.
@@ -54,6 +55,7 @@ class Activations:
     columns: Mapping[str, int] = field(repr=False)
     unseen: calibration.Unseen = "error"
     facts: Mapping[str, Any] = field(default_factory=dict)
+    paths: tuple[Path, ...] = ()
 
     def __post_init__(self) -> None:
         if self.unseen not in calibration.UNSEEN:
@@ -116,7 +118,7 @@ class Activations:
             raise CheckpointError(f"activations: {error}") from None
         digest = hashlib.sha256(repr([(name, float(amax)) for name, amax in amaxes.items()]).encode()).hexdigest()
         facts = {"files": files, "rule": str(rule), "unseen": unseen, "amaxes_sha256": digest}
-        return cls(amaxes, collector.columns(), unseen, facts)
+        return cls(amaxes, collector.columns(), unseen, facts, tuple(paths))
 
     def of_layers(self, layers: Mapping[str, int]) -> dict[str, np.float32]:
         """Return the amax of the inputs of each layer to convert.
