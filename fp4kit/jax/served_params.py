@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from contextvars import copy_context
 from functools import partial
+from itertools import starmap
 from typing import Any, Literal
 
 import jax
@@ -78,11 +79,19 @@ class ServedParams:
         return fake_quantize(x, self._serving.activations, tensor_amax=self._inputs.get(layer))
 
     def __call__(self, params: Any) -> Any:
-        """Return a new pytree like params, in which served values (fake-quantized weights) replace the weights."""
-        arrays, structure = jax.tree.flatten(params)
-        rows = self.plan.rows
+        """Return a new pytree like params, in which served values (fake-quantized weights) replace the weights.
+
+        Raises:
+            ValueError: params has other names or shapes than those that were planned for.
+        """
+        leaves, structure = jax.tree_util.tree_flatten_with_path(params)
+        rows, arrays = self.plan.rows, [array for _, array in leaves]
         if len(arrays) != len(rows):
             raise ValueError(f"ServedParams: params has {len(arrays)} arrays; needs {len(rows)}, as planned")
+        for row, found in zip(rows, starmap(_leaf, leaves), strict=True):
+            if (found.name, found.shape) != (row.name, row.shape):
+                got = f"{found.name} of shape {found.shape}, where {row.name} of shape {row.shape} was planned"
+                raise ValueError(f"ServedParams: params has {got}; call fake_quantize_model with these params")
         amaxes = {}
         if self.plan.shares:
             pairs = ((row, w) for row, w in zip(rows, arrays, strict=True) if row.quantized)

@@ -121,8 +121,14 @@ def test_errors():
     assert "lm_head.kernel" in transform.names
     with pytest.raises(ValueError, match=r"^ServedParams: params has 1 arrays; needs 18, as planned"):
         transform({"w": np.ones((16, 16), np.float32)})
-    with pytest.raises(ValueError, match=r"^lm_head.kernel: fake_quantize: axis 0 has length 24"):
-        transform(jax.tree.map(lambda w: w[:24], params))
+    renamed = {"a" if name == "lm_head" else name: params[name] for name in params}
+    halves = jax.tree.map(lambda w: w[:24], params)
+    turned = jax.tree.map(lambda w: w.T, params)
+    for other in (renamed, halves, turned):
+        with pytest.raises(ValueError, match=r"^ServedParams: params has .* was planned; call fake_quantize_model"):
+            transform(other)
+        with pytest.raises(ValueError, match=r"^ServedParams: params has .* was planned; call fake_quantize_model"):
+            jax.jit(transform)(other)
 
 
 def test_zeros_stay_zeros():
