@@ -215,7 +215,7 @@ class Variation(NamedTuple):
 class Identification(Shown):
     """The result of identify: recipes ranked by how many bytes of a quantized array they reproduce.
 
-    print() shows a verdict and a table with the ten best results. Iterating over an Identification yields all matches.
+    print() shows a verdict and a table with the ten best results. The truth value is that of ``exact``. Iterating over an Identification yields all matches.
     If several recipes reproduce all bytes, they agree on this array, and any of them may have made it.
 
     Attributes:
@@ -248,6 +248,10 @@ class Identification(Shown):
     def exact(self) -> tuple[str, ...]:
         """The names of the recipes that reproduce every byte of codes and block scales; () if there are none."""
         return tuple(m.recipe for m in self.matches if m.whole and m.equal == m.total)
+
+    def __bool__(self) -> bool:
+        """Return whether a recipe reproduces all bytes."""
+        return bool(self.exact)
 
     @property
     def verdict(self) -> str:

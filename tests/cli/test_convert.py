@@ -412,7 +412,10 @@ def test_compare_with_the_original(tmp_path: Path, run: Run) -> None:
     report = convert(tmp_path / "m", tmp_path / "out", format="modelopt")
     result = run("compare", tmp_path / "m", tmp_path / "out")
     assert result.code == 1 and "weight_scale" not in result.out
-    found = {layer.name: layer for layer in compare_checkpoints(tmp_path / "m", tmp_path / "out").layers}
+    compared = compare_checkpoints(tmp_path / "m", tmp_path / "out")
+    assert not compared and compare_checkpoints(tmp_path / "m", tmp_path / "m")
+    assert repr(compared) == f"CheckpointComparison({compared.verdict})" == str(compared)
+    found = {layer.name: layer for layer in compared.layers}
     assert len(found) == report.actions["quantize"]
     for name, layer in found.items():
         assert [name, str(layer.elements), f"{layer.sqnr_db:.2f}"] in rows(result.out)

@@ -294,6 +294,11 @@ def test_identify_tells_apart_and_survives_a_missing_amax() -> None:
     assert "nvfp4-modelopt" in fp4kit.identify(q, X).exact
 
 
+def test_the_truth_of_an_identification_is_that_of_exact() -> None:
+    q = fp4kit.quantize(X, "nvfp4-te")
+    assert fp4kit.identify(q, X) and not fp4kit.identify(q, X * 2)
+
+
 def test_identify_needs_the_array() -> None:
     q = fp4kit.quantize(X, "nvfp4-te")
     with pytest.raises(

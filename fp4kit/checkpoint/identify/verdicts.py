@@ -317,6 +317,10 @@ class CheckpointVerdict:
         known = all(layer.explanation.recognized for layer in self.layers)
         return bool(self.layers) and not self.unpaired and known
 
+    def __bool__(self) -> bool:
+        """Return ``is_clean``."""
+        return self.is_clean
+
     @property
     def exceptions(self) -> tuple[LayerVerdict, ...]:
         """The layers to which the verdict on their format does not apply."""

@@ -90,6 +90,14 @@ class CheckpointComparison:
     refused: tuple[Item, ...] = ()
     quantized: int = 0
 
+    def __bool__(self) -> bool:
+        """Return ``equal``."""
+        return self.equal
+
+    def __repr__(self) -> str:
+        """Return the verdict in one line."""
+        return f"CheckpointComparison({self.verdict})"
+
     @property
     def verdict(self) -> str:
         """The result in one line, such as "different: codes in 2, values in 31, of 37 quantized layers; ..."."""

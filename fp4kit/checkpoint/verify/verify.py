@@ -134,6 +134,10 @@ class VerifyReport:
     parallel: Sharding | None = None
     unmeasured: int = 0
 
+    def __bool__(self) -> bool:
+        """Return ``clean``: True if no issue is an error."""
+        return self.clean
+
     def __repr__(self) -> str:
         """Return the checkpoint and the numbers of its layers, errors and warnings, in one line."""
         counts = f"{len(self.layers)} layers, errors: {self.errors}, warnings: {len(self.issues) - self.errors}"

@@ -145,7 +145,7 @@ def test_a_quantized_source_is_named_first(tmp_path: Path, capsys: pytest.Captur
     assert main(["identify", str(tmp_path / "again"), "--source", str(tmp_path / "source")]) == 0
     assert "is quantized" not in capsys.readouterr().out
     verdict = replace(identify_layers([*model("mxfp4-ocp", 3), *other_model(1)]), decoded="modelopt NVFP4")
-    assert not verdict.is_clean and verdict.hint is None
+    assert not verdict.is_clean and not verdict and verdict.hint is None
 
 
 def test_all_names_each_set_of_recipes_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -398,9 +398,14 @@ def test_layers_of_several_formats_have_one_verdict_each() -> None:
     rows = [LayerPair(f"r{i}", quantized(x, "row", F32, F32), x) for i in range(3)]
     tensor = LayerPair("t", quantized(x, "tensor", BF16, BF16), x)
     verdict = identify_layers([*rows, tensor])
-    assert verdict.is_clean and verdict.sentence == (
-        "FP8 per row (amax / 448, codes nearest to the quotient in float32) in 3 layers;"
-        " fp8-compressed-tensors made 1 layer"
+    assert (
+        verdict.is_clean
+        and verdict
+        and verdict.sentence
+        == (
+            "FP8 per row (amax / 448, codes nearest to the quotient in float32) in 3 layers;"
+            " fp8-compressed-tensors made 1 layer"
+        )
     )
     broken = LayerPair("b", quantized(x, "row", F32, F32), weight(seed=1))
     assert [layer.name for layer in identify_layers([*rows, tensor, broken]).exceptions] == ["b"]

@@ -398,6 +398,7 @@ def test_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["verify", str(model), "--source", str(source), "--recipe", "nvfp4-modelopt"])
     printed = capsys.readouterr().out.splitlines()
     assert found.verdict == printed[-1] == str(found).splitlines()[-1]
+    assert verify(model, source) and not found
     assert {*str(found).splitlines()} <= {*printed} and f"errors: {found.errors}," in found.verdict
     random = [issue.text for issue in verify(model, source, "nvfp4-comfy-kitchen-stochastic").issues]
     assert any("only rounds stochastically, and the seed of its codes is not known" in text for text in random)
