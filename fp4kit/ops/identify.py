@@ -215,8 +215,9 @@ class Variation(NamedTuple):
 class Identification(Shown):
     """The result of identify: recipes ranked by how many bytes of a quantized array they reproduce.
 
-    print() shows a verdict and a table with the ten best results. The truth value is that of ``exact``. Iterating over an Identification yields all matches.
-    If several recipes reproduce all bytes, they agree on this array, and any of them may have made it.
+    print() shows a verdict and a table with the ten best results. Iterating over an Identification yields all matches.
+    Its truth value is that of ``exact``. If several recipes reproduce all bytes, they agree on this array, and any of
+    them may have made it.
 
     Attributes:
         matches: one Match per recipe that was tried. Those compared on all bytes come first, and then those compared on

@@ -319,6 +319,9 @@ FACTS = ("shape", "dtype", "axis", "recipe", "scale_layout")  # the other fields
 _UINT8, _FLOAT32 = np.dtype(np.uint8), np.dtype(np.float32)
 
 _NO_NUMBERS = "Quantized: is not an array of numbers; call q.dequantize() for its values, or use q.packed for its codes"
+_TRANSPOSE = (
+    "use q.dequantize().T for the values; fp4kit.transpose(q) keeps the shape and turns the blocks to the other axis"
+)
 # {an attribute that users look for: what to use}
 _OTHER_NAMES = {
     "scale": "use q.block_scale (bit patterns), q.tensor_scale or q.dequantize()",
@@ -331,8 +334,8 @@ _OTHER_NAMES = {
     "numpy": "call q.to('numpy') to move it, or q.dequantize() for the values",
     "cpu": "call q.to('cpu')",
     "cuda": "call q.to('cuda')",
-    "T": "call fp4kit.transpose(q)",
-    "transpose": "call fp4kit.transpose(q)",
+    "T": _TRANSPOSE,
+    "transpose": _TRANSPOSE,
     "float": "call q.dequantize()",
 }
 _OF_ARRAYS = frozenset(name for name in dir(np.ndarray) if not name.startswith("_"))  # methods that users try

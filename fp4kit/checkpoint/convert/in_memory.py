@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any
 
 import ml_dtypes
@@ -49,7 +50,7 @@ class Rules:
     """The rules of convert_tensors: the recipe, the container, and which tensors to quantize.
 
     Attributes:
-        recipe: the recipe for newly quantized tensors.
+        recipe: the recipe for newly quantized tensors, or its id.
         config: the content of the model's config.json. Its model type, its numbers of layers and heads, its ranks and
             the sizes of its MLPs are used.
         format: the output format, such as "modelopt"; None for the format that most engines load.
@@ -87,6 +88,7 @@ class Rules:
         return cls(recipe(recipe_id), **fields)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "recipe", recipe(self.recipe))
         if self.format == UNQUANTIZED:
             raise CheckpointError(
                 "format bf16: the tensors are unquantized already; do not call convert_tensors for it"
@@ -481,7 +483,12 @@ class TensorConverter:
             TypeError: ``tensors`` is a mapping, or an entry is not a pair.
             TypeError: a name is not a str, or a value is not an array.
         """
-        yield from self._new(self._converted_of(tensors))
+        if isinstance(tensors, Mapping):
+            raise TypeError(
+                f"convert_tensors: tensors is a {type(tensors).__name__}; needs (name, array) pairs; pass"
+                " tensors.items()"
+            )
+        return self._new(self._converted_of(tensors))
 
     def _new(self, pairs: Iterable[Named]) -> Iterator[Named]:
         """Yield the given (name, array) pairs, except pairs that ``since`` holds with an equal array (see _is_same)."""
@@ -494,11 +501,6 @@ class TensorConverter:
         already.
         """
         rules = self.rules
-        if isinstance(tensors, Mapping):
-            raise TypeError(
-                f"convert_tensors: tensors is a {type(tensors).__name__}; needs (name, array) pairs; pass"
-                " tensors.items()"
-            )
         for pair in tensors:
             if not isinstance(pair, (tuple, list)) or len(pair) != 2:
                 raise TypeError(f"convert_tensors: tensors has the entry {pair!r:.60}; needs (name, array) pairs")
@@ -694,8 +696,8 @@ def convert_tensors(
 
     A quantized layer is yielded as several tensors (codes, scales), under the names and dtypes of rules.form. A tensor
     that is not converted is yielded unchanged. Layers that share a tensor scale (gate and up; q, k and v) are held back
-    until the last of them arrives. The work is done, and errors are raised, while the result is iterated. For tensors
-    that arrive in several buckets, use a TensorConverter.
+    until the last of them arrives. The work is done while the result is iterated, and errors of tensors are raised
+    then. For tensors that arrive in several buckets, use a TensorConverter.
 
     Args:
         tensors: (name, array) pairs of a whole model. The arrays are of any library, on the host or a GPU. The names
@@ -750,8 +752,8 @@ def convert_tensors(
         model.layers.0.self_attn.o_proj.weight_scale uint8 (32, 2)
     """
     converter = TensorConverter(rules, incomplete, since)
-    yield from converter.convert(tensors)
-    yield from converter.flush()
+    converted = converter.convert(tensors)
+    return chain.from_iterable(part() for part in (lambda: converted, converter.flush))
 
 
 def _lies_beside(name: str, module: str) -> CheckpointError:
