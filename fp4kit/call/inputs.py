@@ -99,9 +99,16 @@ def by_input_global_scale(
     return by_divisor(r), check_divisor(op, name, scale)
 
 
-def check_limit(op: str, pass_through: Any, amax: Any) -> None:
-    """Raise ValueError if a clipped gradient has no limit, because a stored divisor takes the place of the amax."""
-    if pass_through is False and amax is None:
+def check_limit(op: str, pass_through: Any, amax: Any, by_divisor: bool = False) -> None:
+    """Raise ValueError if gradients that are not clipped have a limit, or clipped ones have none, because a stored
+    divisor takes the place of the amax.
+    """
+    if amax is not None and pass_through is True:
+        raise ValueError(
+            f"{op}: amax clips gradients, but pass_through is True; pass pass_through=False, or tensor_amax, which sets"
+            " the scale"
+        )
+    if by_divisor and pass_through is False and amax is None:
         raise ValueError(f"{op}: pass_through is False, but input_global_scale gives no amax to clip by; pass amax too")
 
 

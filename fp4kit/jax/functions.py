@@ -106,8 +106,8 @@ def fake_quantize(
             shape of x.
         pass_through: True to use the incoming gradient grad unchanged; False to set it to 0 where |x| > amax, and where
             x or amax is NaN.
-        amax: the clip limit of the gradient, as in fp4kit.fake_quantize_backward. None means tensor_amax, or the amax
-            of x if that is None too. It gets no gradient.
+        amax: with pass_through=False, the clip limit of the gradient, as in fp4kit.fake_quantize_backward. None means
+            tensor_amax, or the amax of x if that is None too. It gets no gradient.
 
     Returns:
         A new array with the shape, dtype and device of x.
@@ -129,8 +129,8 @@ def fake_quantize(
         [1.0, 1.0]
     """
     x = as_jax("fake_quantize", x)
+    check_limit("fake_quantize", pass_through, amax, input_global_scale is not None)
     if input_global_scale is not None:
-        check_limit("fake_quantize", pass_through, amax)
         is_known = not is_traced(input_global_scale)
         known = input_global_scale if is_known else 1.0
         recipe, divisor = by_input_global_scale("fake_quantize", recipe, known, tensor_amax)
@@ -367,7 +367,7 @@ def fake_quantize_grouped(
         seed: for "stochastic", for all arrays: an int, a 0-d integer array, which may be traced, or random bytes in the
             shape of the arrays.
         pass_through: True to use the incoming gradients unchanged; False to set them to 0 where |x| > amax.
-        amax: one clip limit of the gradient per array, as in fp4kit.fake_quantize_backward. None means tensor_amax if
+        amax: with pass_through=False, one clip limit of the gradient per array. None means tensor_amax if
             that is not None, otherwise the amax of each array.
 
     Returns:
@@ -386,6 +386,7 @@ def fake_quantize_grouped(
         [0.30000001192092896, 3.0]
     """
     op = "fake_quantize_grouped"
+    check_limit(op, pass_through, amax)
     if hasattr(xs, "ndim"):
         check_stack(op, xs)
     xs = [as_jax(op, x, f"xs[{i}]") for i, x in enumerate(as_entries(op, "xs", xs))]

@@ -319,9 +319,7 @@ FACTS = ("shape", "dtype", "axis", "recipe", "scale_layout")  # the other fields
 _UINT8, _FLOAT32 = np.dtype(np.uint8), np.dtype(np.float32)
 
 _NO_NUMBERS = "Quantized: is not an array of numbers; call q.dequantize() for its values, or use q.packed for its codes"
-_TRANSPOSE = (
-    "use q.dequantize().T for the values; fp4kit.transpose(q) keeps the shape and turns the blocks to the other axis"
-)
+_TRANSPOSE = "use q.dequantize().T for the values; fp4kit.transpose(q) turns the blocks, not the shape"
 # {an attribute that users look for: what to use}
 _OTHER_NAMES = {
     "scale": "use q.block_scale (bit patterns), q.tensor_scale or q.dequantize()",

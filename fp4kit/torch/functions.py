@@ -132,8 +132,8 @@ def fake_quantize(
         seed: for "stochastic": an int, a 0-d integer tensor on the CPU, or the random bytes, uint8 in the shape of x.
         pass_through: True to use the incoming gradient grad unchanged; False to set it to 0 where |x| > amax, and where
             x or amax is NaN.
-        amax: the clip limit of the gradient, as in fp4kit.fake_quantize_backward. None means tensor_amax, or the amax
-            of x if that is None too. It gets no gradient.
+        amax: with pass_through=False, the clip limit of the gradient, as in fp4kit.fake_quantize_backward. None means
+            tensor_amax, or the amax of x if that is None too. It gets no gradient.
 
     Returns:
         A new tensor with the shape, dtype and device of x.
@@ -157,8 +157,8 @@ def fake_quantize(
     """
     op = "fake_quantize"
     check_tensor(op, x)
+    check_limit(op, pass_through, amax, input_global_scale is not None)
     if input_global_scale is not None:
-        check_limit(op, pass_through, amax)
         recipe, tensor_amax = by_input_global_scale(op, recipe, input_global_scale, tensor_amax)
     amaxes = _amax(op, "tensor_amax", x, tensor_amax), _amax(op, "block_amax", x, block_amax)
     rest = str(rounding), seed_tensor(op, seed), _amax(op, "amax", x, amax), as_flag(op, "pass_through", pass_through)
@@ -195,8 +195,8 @@ def fake_quantize_grouped(
         seed: for "stochastic", for all tensors: an int, a 0-d integer tensor on the CPU, or random bytes in the shape
             of the tensors.
         pass_through: True to use the incoming gradients unchanged; False to set them to 0 where |x| > amax.
-        amax: one clip limit of the gradient per tensor. None means tensor_amax, or each tensor's own amax if that is
-            None too.
+        amax: with pass_through=False, one clip limit of the gradient per tensor. None means tensor_amax, or each
+            tensor's own amax if that is None too.
 
     Returns:
         A list of new tensors, one per tensor of xs. PyTorch can trace the call as it traces fake_quantize, because
@@ -215,6 +215,7 @@ def fake_quantize_grouped(
         [0.30000001192092896, 3.0]
     """
     op = "fake_quantize_grouped"
+    check_limit(op, pass_through, amax)
     xs, given = _tensors(op, xs), (tensor_amax, block_amax, amax)
     for i, x in enumerate(xs):
         check_tensor(op, x, f"xs[{i}]")

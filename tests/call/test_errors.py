@@ -344,7 +344,7 @@ ATTRIBUTES = {
     "scale": "use q.block_scale (bit patterns), q.tensor_scale or q.dequantize()",
     "data": "use q.packed, or q.dequantize() for the values",
     "codes": "use fp4kit.unpack(q.packed), which gives one code per element, or q.packed",
-    "T": "use q.dequantize().T for the values; fp4kit.transpose(q) keeps the shape and turns the blocks to the other axis",
+    "T": "use q.dequantize().T for the values; fp4kit.transpose(q) turns the blocks, not the shape",
     "mean": "call q.dequantize() for an array of the values",
     "numpy": "call q.to('numpy') to move it, or q.dequantize() for the values",
 }

@@ -29,6 +29,8 @@ def codes(*arguments: Any, **options: Any) -> Callable[[Any, Any], Any]:
 
 
 ROWS: list[Row] = [
+    (fake("nvfp4", amax=1.0), ValueError, "fake_quantize: amax clips gradients, but pass_through is True; pass "),
+    (group("nvfp4", amax=[1.0]), ValueError, "fake_quantize_grouped: amax clips gradients, but pass_through is "),
     (lambda f, x: f.fake_quantize(x[:, :33], "nvfp4-te"), ValueError, "fake_quantize: axis 1 has length 33"),
     (fake("nvfp4", axis=2), ValueError, "fake_quantize: axis 2 is out of range for a"),
     (fake("nvfp4", axis=True), TypeError, "fake_quantize: axis is True; needs"),
