@@ -106,7 +106,16 @@ def per_tensor(op: str, name: str, value: Any, count: int) -> list[Any]:
 def arrays_of(op: str, xs: Any) -> tuple[list[Any], Any]:
     """Import the argument xs of a grouped call, and return the pair (list of NumPy or CuPy arrays, stack)."""
     if not is_array(xs):
-        return list(import_arrays(op, **{f"xs[{i}]": x for i, x in enumerate(as_entries(op, "xs", xs))})), None
+        entries = as_entries(op, "xs", xs)
+        arrays = list(import_arrays(op, **{f"xs[{i}]": x for i, x in enumerate(entries)}))
+        libraries = [*map(library_of, entries)]
+        for i, library in enumerate(libraries):
+            if library != libraries[0]:
+                kinds = [type(entries[k]).__module__.partition(".")[0] for k in (0, i)]
+                raise ValueError(
+                    f"{op}: xs[0] is an array of {kinds[0]} and xs[{i}] of {kinds[1]}; needs arrays of one library"
+                )
+        return arrays, None
     (stack,) = import_arrays(op, xs=xs)
     check_stack(op, stack)
     return list(stack), stack

@@ -153,6 +153,15 @@ def test_groups_are_loops(lib, recipe, pass_through):
     assert f.fake_quantize_grouped([], recipe) == []
 
 
+@pytest.mark.parametrize("turn", [1, -1])
+def test_groups_of_two_libraries_are_refused(lib, turn):
+    x = np.ones((32, 64), np.float32)
+    xs = [x, lib.array(x)][::turn]
+    for call in (fp4kit.quantize_grouped, fp4kit.fake_quantize_grouped, fp4kit.amax_grouped, fp4kit.GroupedPlan):
+        with pytest.raises(ValueError, match=r"xs\[0\] is an array of .* and xs\[1\] of .*; needs arrays of one"):
+            call(xs, "nvfp4-te")
+
+
 def test_quantize_options_and_dtypes(lib):
     f, options = lib.functions, {"scale_layout": "swizzled_128x4", "hadamard": "no_signs", "axis": 0}
     for amax in (np.float32(3), lib.number(3.0)):
