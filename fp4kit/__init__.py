@@ -45,7 +45,17 @@ from fp4kit.ops.quantize import (
     quantize_both,
     requantize,
 )
-from fp4kit.ops.transforms import hadamard, pack, random_signs, rotate, swizzle, transpose, unpack, unswizzle
+from fp4kit.ops.transforms import (
+    concatenate,
+    hadamard,
+    pack,
+    random_signs,
+    rotate,
+    swizzle,
+    transpose,
+    unpack,
+    unswizzle,
+)
 from fp4kit.quantized.container import Quantized
 from fp4kit.quantized.slicing import allow_torch_load, moved_to, part_of, reduced, same_bits
 from fp4kit.recipes import Recipe, custom_recipe, recipe, recipes
@@ -219,6 +229,7 @@ __all__ = [
     "cast_master_weights",
     "compare",
     "compare_recipes",
+    "concatenate",
     "custom_recipe",
     "dequantize",
     "dequantize_kv",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -9,13 +10,14 @@ import numpy as np
 import numpy.typing as npt
 
 from fp4kit import layouts
-from fp4kit.arguments import as_index, as_shape
+from fp4kit.arguments import as_entries, as_index, as_shape, explains_calls
 from fp4kit.arrays.imports import import_arrays, on_device
 from fp4kit.arrays.returns import returns_in_library
 from fp4kit.call.inputs import check_seed
 from fp4kit.call.parse import check_hadamard_size, hadamard_call, matrix_call, square_block
 from fp4kit.ops.engines import find, new_cached_call, run, run_first, with_threads
 from fp4kit.quantized.container import Quantized, check_quantized
+from fp4kit.quantized.slicing import joined
 from fp4kit.reference import stochastic as specification
 from fp4kit.types import ArrayT, ScaleLayout
 
@@ -242,6 +244,40 @@ def transpose(q: Quantized) -> Quantized:
     """
     key, cached = find("transpose", (q,))
     return _transpose(q, key) if cached is None else cached(q)
+
+
+@explains_calls
+@returns_in_library
+def concatenate(qs: Sequence[Quantized], axis: int = 0) -> Quantized:
+    """Join quantized arrays along an axis of x, such as the weights of q, k and v along their rows.
+
+    Codes and scales are only moved, so values stay the same. Arrays with one tensor scale per tensor must have equal
+    ones: quantize them with one tensor_amax.
+
+    Args:
+        qs: at least one Quantized. All are of one recipe, dtype and quantized axis, with scales in the linear layout,
+            in one library and on one device. Their shapes are equal except along ``axis``. There, all lengths but the
+            last are multiples of the block length if blocks run along ``axis``, and of the block rows otherwise.
+        axis: the axis of x along which to join.
+
+    Returns:
+        A Quantized whose values are those of qs, joined along ``axis``. It shares no codes with qs.
+
+    Raises:
+        TypeError: qs is not a sequence of Quantized.
+        ValueError: qs is empty, axis is out of range, or recipes, dtypes, axes, shapes, layouts, devices, tensor scales
+            or tensor amaxes do not fit together.
+
+    Examples:
+        >>> import fp4kit, numpy as np
+        >>> q, k = (fp4kit.quantize(np.full((n, 64), 0.5, np.float32), "nvfp4-te") for n in (64, 16))
+        >>> fp4kit.concatenate([q, k]).shape
+        (80, 64)
+    """
+    op, entries = "concatenate", as_entries("concatenate", "qs", qs)
+    if not entries:
+        raise ValueError(f"{op}: qs is empty; needs at least one Quantized")
+    return joined(op, [check_quantized(op, q) for q in entries], as_index(op, "axis", axis))
 
 
 @returns_in_library

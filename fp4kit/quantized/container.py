@@ -673,7 +673,7 @@ class Quantized:
         """Return the length of the first axis of x. A Quantized without rows is false, like an empty list."""
         return self.shape[0]
 
-    def __getitem__(self, index: slice | tuple[slice | EllipsisType, ...]) -> Quantized:
+    def __getitem__(self, index: int | slice | tuple[int | slice | EllipsisType, ...]) -> Quantized:
         """Return q[a:b] or q[a:b, c:d], the Quantized of that part of x. It shares the memory of q where it can.
 
         The values of q[a:b, c:d] are q.dequantize()[a:b, c:d], in every bit. tensor_amax remains the amax of the whole
@@ -683,15 +683,17 @@ class Quantized:
             index: a slice of the first axis of x, or a tuple of slices, one per axis, which may contain one `...`. Ends
                 may be negative or missing. Along the quantized axis, the ends must be multiples of the block length.
                 Along the rows of a matrix, they must be multiples of the block rows. The end of an axis is always
-                allowed, and so is any slice of a stack of matrices. Swizzled scales can be cut only between whole tiles
-                (128 or 8 rows, and 4 blocks along the quantized axis); otherwise slice fp4kit.unswizzle(q). Cutting
-                them along the quantized axis copies the scales.
+                allowed, and so is any slice of a stack of matrices, or an int, as q[3] for one expert. Swizzled scales
+                can be cut only between whole tiles (128 or 8 rows, and 4 blocks along the quantized axis); otherwise
+                slice fp4kit.unswizzle(q). Cutting them along the quantized axis copies the scales.
 
         Returns:
             A Quantized; self if the slices cover all of x.
 
         Raises:
-            TypeError: the index is neither a slice nor a tuple of slices, or one of the ends is not an int.
+            TypeError: the index is neither a slice nor a tuple of slices, one of the ends is not an int, or an int
+                selects part of a matrix.
+            IndexError: an int is out of range.
             ValueError: there are more slices than axes, or a slice has a step, or cuts a block or a tile.
 
         Examples:

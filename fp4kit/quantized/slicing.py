@@ -60,12 +60,13 @@ def _scales_of(q: Quantized, index: tuple[slice, ...]) -> Any:
 
 
 def part_of(q: Quantized, index: Any) -> Quantized:
-    """Return q[index], for a slice of the first axis of x, or a tuple of slices: Quantized.__getitem__."""
-    given = _slices(q, index)
+    """Return q[index], for a slice of the first axis of x, or a tuple of slices and numbers: Quantized.__getitem__."""
+    given, dropped = _slices(q, index)
     for one in given:
         if one.step is not None and as_index("Quantized", "the step of the slice", one.step) != 1:
             raise ValueError(
-                f"Quantized: the slice has a step of {one.step}; needs a step of 1; quantize x[::{one.step}] instead"
+                f"Quantized: q[{_spelled(given)}] has a step of {one.step}; needs steps of 1; quantize"
+                f" x[{_spelled(given)}] instead"
             )
         for edge in (one.start, one.stop):
             if edge is not None:
@@ -73,26 +74,52 @@ def part_of(q: Quantized, index: Any) -> Quantized:
     ranges = [one.indices(n)[:2] for one, n in zip(given, q.shape, strict=True)]
     box = tuple(slice(a, b) if a < b else slice(0, 0) for a, b in ranges)
     if box == (whole := tuple(slice(0, n) for n in q.shape)):
-        return q
+        return _without_axes(q, dropped)
     wanted = [slice(None) if part == all_ else part for part, all_ in zip(box, whole, strict=True)]
     for axis, part in enumerate(box):
         _check_ends(q, axis, part, _spelled(wanted))
-    return box_of(q, box)
+    return _without_axes(box_of(q, box), dropped)
 
 
-def _slices(q: Quantized, index: Any) -> list[slice]:
-    """Return one slice per axis of x for an index that is a slice, or a tuple of slices with at most one Ellipsis."""
+def _without_axes(q: Quantized, axes: Sequence[int]) -> Quantized:
+    """Return q without some axes of x, all of length 1 and neither quantized nor those of rows."""
+    if not axes:
+        return q
+    # The arrays have the axes of x in order, except that the quantized one is the last.
+    places = {axis - (axis > q.axis) for axis in axes}
+
+    def first(a: Any) -> Any:
+        return a if a is None else a[tuple(0 if i in places else slice(None) for i in range(a.ndim))]
+
+    shape = tuple(n for axis, n in enumerate(q.shape) if axis not in axes)
+    parts = {name: first(getattr(q, name)) for name in PARTS}
+    return replace(q, **parts, shape=shape, axis=q.axis - sum(axis < q.axis for axis in axes))
+
+
+def _slices(q: Quantized, index: Any) -> tuple[list[slice], list[int]]:
+    """Return one slice per axis of x, and the axes to drop, for an index of slices, numbers and at most one
+    Ellipsis.
+    """
     given, axes = index if isinstance(index, tuple) else (index,), len(q.shape)
     dots = [i for i, one in enumerate(given) if one is Ellipsis]
-    if len(dots) > 1 or not all(isinstance(one, slice) or one is Ellipsis for one in given):
-        first = ", ".join(f"0:{_multiple(q, axis)}" for axis in range(min(axes, max(len(given), 1))))
-        raise TypeError(f"Quantized: q[{_spelled(given)}] is not a slice; needs slices of whole blocks, as q[{first}]")
     at = dots[0] if dots else len(given)
-    if (missing := axes - len(given) + len(dots)) < 0:
+    missing = axes - len(given) + len(dots)
+    if missing < 0:
         raise ValueError(
             f"Quantized: q[{_spelled(given)}] has {axes - missing} slices; needs at most {axes}, one per axis"
         )
-    return [*given[:at], *[slice(None)] * missing, *given[at + 1 :]]
+    found, dropped = [*given[:at], *[slice(None)] * missing, *given[at + 1 :]], []
+    for axis, one in enumerate(found):
+        if not isinstance(one, slice) and hasattr(one, "__index__") and axis not in (q.axis, _row_axis(q)):
+            number = as_index("Quantized", "the index", one)
+            if not -len(x := range(q.shape[axis])) <= number < len(x):
+                raise IndexError(f"Quantized: index {number} is out of range; axis {axis} has length {len(x)}")
+            found[axis] = slice(x[number], x[number] + 1)
+            dropped.append(axis)
+    if not all(isinstance(one, slice) for one in found):
+        first = ", ".join(f"0:{_multiple(q, axis)}" for axis in range(min(axes, max(len(given), 1))))
+        raise TypeError(f"Quantized: q[{_spelled(given)}] is not a slice; needs slices of whole blocks, as q[{first}]")
+    return found, dropped
 
 
 def _spelled(index: Sequence[Any]) -> str:
@@ -135,6 +162,45 @@ def _check_ends(q: Quantized, axis: int, part: slice, spelled: str) -> None:
             f"Quantized: q[{spelled}] cuts tiles of {q.scale_layout} scales, which cover multiples of {tile} along "
             f"axis {axis}; slice linear scales: fp4kit.unswizzle(q)[{spelled}]"
         )
+
+
+def joined(op: str, qs: Sequence[Quantized], axis: int) -> Quantized:
+    """Return the Quantized of the arrays of ``qs`` joined along an axis of x: the implementation of concatenate."""
+    first = qs[0]
+    axes = len(first.shape)
+    if not -axes <= axis < axes:
+        raise ValueError(f"{op}: axis {axis} is out of range for {axes}-d arrays")
+    axis %= axes
+    for i, q in enumerate(qs):
+        for name in FACTS[1:]:
+            if getattr(q, name) != getattr(first, name):
+                values = f"qs[0].{name} is {getattr(first, name)!r:.60}, and qs[{i}].{name} {getattr(q, name)!r:.60}"
+                raise ValueError(f"{op}: {values}; needs equal ones")
+        if (*q.shape[:axis], *q.shape[axis + 1 :]) != (*first.shape[:axis], *first.shape[axis + 1 :]):
+            raise ValueError(f"{op}: qs[{i}] has shape {q.shape}, and qs[0] {first.shape}; only axis {axis} may differ")
+        if i < len(qs) - 1 and q.shape[axis] % (blocks := _multiple(q, axis)):
+            raise ValueError(f"{op}: axis {axis} of qs[{i}] has length {q.shape[axis]}; needs a multiple of {blocks}")
+        if imports.on_device(q.packed) != imports.on_device(first.packed):
+            raise ValueError(f"{op}: qs[0] and qs[{i}] are on different devices; move them with q.to(...)")
+    if first.block_scale is not None and first.scale_layout != "linear":
+        raise ValueError(f"{op}: the scales are in the layout {first.scale_layout}; needs fp4kit.unswizzle(q)")
+    # The arrays have the axes of x in order, except that the quantized one is the last.
+    place = axes - 1 if axis == first.axis else axis - (axis > first.axis)
+
+    def join(name: str) -> Any:
+        arrays = [getattr(q, name) for q in qs]
+        if all(a is not None and place < a.ndim == arrays[0].ndim for a in arrays):
+            return imports.module_of(arrays[0]).concatenate(arrays, axis=place)
+        hosts = [None if a is None else imports.to_host(a) for a in arrays]
+        for i, host in enumerate(hosts):
+            if not _same(hosts[0], host):
+                values = f"qs[0].{name} is {hosts[0]!s:.60}, and qs[{i}].{name} {host!s:.60}"
+                raise ValueError(f"{op}: {values}; quantize them with one tensor_amax, such as the largest of theirs")
+        return arrays[0]
+
+    length = sum(q.shape[axis] for q in qs)
+    shape = (*first.shape[:axis], length, *first.shape[axis + 1 :])
+    return replace(first, **{name: join(name) for name in PARTS}, shape=shape)
 
 
 def on_host(q: Quantized, op: str = "Quantized") -> Quantized:

@@ -224,8 +224,8 @@ def test_invalid_slices_are_rejected(index):
         (np.s_[..., 8:232], r"q\[:, 8:232\] .* bounds are 0 and 16 for 8, 224 and 240 for 232$"),
         (np.s_[:, -7:], r"q\[:, 249:256\] .* the nearest allowed bounds are 240 and 256$"),
         (np.s_[3:299, 0:16], r"q\[3:299, 0:16\] .* along axis 0; .* bounds are 0 and 16 for 3, 288 and 300 for 299$"),
-        (np.s_[:, ::2], "the slice has a step of 2; needs a step of 1"),
-        (np.s_[:, ::-1], "the slice has a step of -1; needs a step of 1"),
+        (np.s_[:, ::2], r"q\[:, ::2\] has a step of 2; needs steps of 1; quantize x\[:, ::2\] instead$"),
+        (np.s_[:, ::-1], r"q\[:, ::-1\] has a step of -1; needs steps of 1; quantize x\[:, ::-1\] instead$"),
         (np.s_[0:16, 0:16, 0:16], r"q\[0:16, 0:16, 0:16\] has 3 slices; needs at most 2, one per axis"),
     ],
 )
@@ -234,6 +234,64 @@ def test_refused_slices_name_the_allowed_ends(index, text):
     with pytest.raises(ValueError, match=f"^Quantized: {text}") as error:
         q[index]
     assert "slice(" not in str(error.value)
+
+
+@together("name", NAMES)
+@together("axis", [-1, -2])
+def test_an_int_selects_a_matrix_of_a_stack(name, axis):
+    x = (np.random.default_rng(3).standard_normal((2, 3, 128, 128)) * 0.02).astype(BF16)
+    q = fp4kit.quantize(x, name, axis=axis)
+    whole = q.dequantize()
+    for index in (1, -2, (1, 2), (slice(None), 0), (..., 1, slice(None), slice(0, 128)), (np.int64(0), slice(1, 3))):
+        assert_same_bits(q[index].dequantize(), whole[index])
+    assert [part.shape for part in q[0]] == [(128, 128)] * 3
+    assert q[1].axis == axis + 3 and q[1, 2].equals(q[1:, 2:][0][0])
+    if q.recipe.tensor_scaling == "tensor":  # a stack may have one tensor scale per matrix
+        scales = replace(q, tensor_scale=F32([2, 3]), tensor_amax=None)
+        assert (
+            scales[1].tensor_scale == 3 and scales[1].tensor_scale.shape == () and scales[:, 0].tensor_scale.size == 2
+        )
+    for wrong, error in ((2, IndexError), (-3, IndexError), ((0, 0, 0), TypeError), (True, TypeError)):
+        with pytest.raises(error, match=r"^Quantized: "):
+            q[wrong]
+
+
+@together("name", NAMES)
+def test_concatenate_undoes_slices(name):
+    for shape, quantized in (((256, 256), -1), ((256, 256), 0), ((4, 128, 128), -1), ((4, 128, 128), 1)):
+        x = (np.random.default_rng(3).standard_normal(shape) * 0.02).astype(BF16)
+        q = fp4kit.quantize(x, name, axis=quantized)
+        for axis in range(len(shape)):
+            lead = (slice(None),) * axis
+            try:
+                parts = [q[(*lead, slice(0, shape[axis] // 2))], q[(*lead, slice(shape[axis] // 2, None))]]
+            except ValueError:  # the middle cuts a block
+                continue
+            assert fp4kit.concatenate(parts, axis).equals(q) and fp4kit.concatenate(parts, axis - len(shape)).equals(q)
+
+
+A, B = (fp4kit.quantize(np.full((n, 64), n, F32), "nvfp4-te", tensor_amax=32) for n in (16, 32))
+CONCATENATE = {
+    "empty": ([], {}, "qs is empty; needs at least one Quantized"),
+    "axis": ([A, A], {"axis": 2}, "axis 2 is out of range for 2-d arrays"),
+    "shape": ([A, B], {"axis": 1}, "qs[1] has shape (32, 64), and qs[0] (16, 64); only axis 1 may differ"),
+    "dimensions": ([A, fp4kit.quantize(np.ones((2, 2, 64), F32), "nvfp4-te")], {}, "qs[1].axis 2"),
+    "recipe": ([A, fp4kit.quantize(np.ones((16, 64), F32), "mxfp4")], {}, "and qs[1].recipe Recipe('mxfp4-ocp')"),
+    "dtype": ([A, replace(A, dtype=np.dtype(BF16))], {}, "qs[1].dtype dtype(bfloat16); needs equal ones"),
+    "layout": ([fp4kit.swizzle(B, "swizzled_128x4")] * 2, {}, "needs fp4kit.unswizzle(q)"),
+    "scale": ([A, fp4kit.quantize(np.ones((16, 64), F32), "nvfp4-te")], {}, "quantize them with one tensor_amax"),
+    "amax": ([A, replace(A, tensor_amax=None)], {}, "qs[1].tensor_amax None; quantize them with one tensor_amax"),
+    "blocks": ([fp4kit.quantize(np.ones((8, 64), F32), "nvfp4-te-2d")] * 2, {}, "needs a multiple of 16"),
+}
+
+
+@pytest.mark.parametrize("case", CONCATENATE)
+def test_concatenate_refuses_what_does_not_fit(case):
+    qs, options, text = CONCATENATE[case]
+    with pytest.raises(ValueError, match="^concatenate: .*" + re.escape(text)):
+        fp4kit.concatenate(qs, **options)
+    with pytest.raises(TypeError, match=r"^concatenate: q is ndarray; needs a Quantized"):
+        fp4kit.concatenate([A, np.ones(3)])
 
 
 def test_ends_must_be_ints():
