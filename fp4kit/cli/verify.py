@@ -24,6 +24,7 @@ from fp4kit.checkpoint.verify.compare import (
     TensorDifference,
     compare_checkpoints,
 )
+from fp4kit.checkpoint.verify.reencode import Difference
 from fp4kit.checkpoint.verify.report import summary_of, unchecked, write_report
 from fp4kit.checkpoint.verify.verify import LayerReport, VerifyReport, execute, prepare
 from fp4kit.cli.command import DIFFERENT, DONE, Command, path_flag
@@ -78,6 +79,7 @@ def _check_page(page: Path, model: Path) -> None:
         raise CheckpointError(f"{start}: lies inside the checkpoint, which it would change; choose another directory")
 
 
+_MOST_PLACES = 4
 _MOST_ROWS, _WORST = 24, 3  # of more layers than this, those with a finding are printed, and those with the least SQNR
 
 
@@ -96,6 +98,10 @@ def _print_report(out: Output, report: VerifyReport, whole: bool) -> None:
         others -= len(listed)
     out.table(columns, [_cells(layer) for layer in listed])
     out.lines([f"not listed: {counted(others, 'layer')} without a finding; --all lists them"] if others else [])
+    places = [f"first difference: {shown(x.name)}{_place(d)}" for x in report.layers for d in x.first]
+    if (rest := len(places) - _MOST_PLACES) > 0 and not whole:
+        places[_MOST_PLACES:] = [f"not listed: {rest} first differences; --all lists them"]
+    out.lines(places)
     out.lines(f"{severity}: {text}" for severity, text in lines_of(report.issues))
     out.lines(summary_of(report))
     missing = unchecked(report)
@@ -106,6 +112,14 @@ def _print_report(out: Output, report: VerifyReport, whole: bool) -> None:
     elif report.clean and (command := verified_serve_command(report)):
         out.line(f"serve: {command}")
     out.line(report.verdict)
+
+
+def _place(found: Difference) -> str:
+    """Return the place and the values of a difference as text, such as ": codes, row 3, column 17: 5, expected 13"."""
+    expert = "" if found.expert is None else f"[{found.expert}]"
+    place = "" if found.row is None else f", row {found.row}, column {found.column}"
+    part = "block scales" if found.part == "scales" else found.part.replace("_", " ")
+    return f"{expert}: {part}{place}: {found.stored:.9g} in the file, {found.expected:.9g} expected"
 
 
 def _next_step(report: VerifyReport) -> str:

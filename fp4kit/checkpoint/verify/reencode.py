@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from fp4kit.checkpoint.containers.table import COLUMN_SCALE, INPUT_SCALE, LOW_RANK_A, VALUES, Container
+from fp4kit.checkpoint.containers.table import CODES, COLUMN_SCALE, INPUT_SCALE, LOW_RANK_A, SCALES, VALUES, Container
 from fp4kit.checkpoint.convert.job import (
     DEQUANTIZE,
     MERGE,
@@ -40,7 +40,7 @@ from fp4kit.checkpoint.identify.run import stored_layer
 from fp4kit.checkpoint.model.doubts import doubt_of
 from fp4kit.checkpoint.model.inspect import inspect_checkpoint
 from fp4kit.checkpoint.model.model_files import Source
-from fp4kit.checkpoint.model.slabs import Readers, Slab, slabs, values_of
+from fp4kit.checkpoint.model.slabs import Readers, Slab, codes_of, slabs, values_of
 from fp4kit.checkpoint.model.statistics import StoredCounts, count_nan, sqnr_db, tally, total
 from fp4kit.checkpoint.model.transforms import Counterparts, Origin, TurnedOrigin, decodable, origins, resolved
 from fp4kit.checkpoint.model.weights import Located, Weight, WeightRotation
@@ -49,6 +49,7 @@ from fp4kit.checkpoint.plan.scale_search import ScaleSearch
 from fp4kit.checkpoint.plan.source_layers import Restored
 from fp4kit.checkpoint.selection.names import first_match, shared_amax_groups
 from fp4kit.formats import E4M3, E5M2
+from fp4kit.layouts import unpack_gguf, unswizzle_scales
 from fp4kit.ops.quantize import fake_quantize
 from fp4kit.recipes import Recipe
 from fp4kit.storage.files import FLOAT_DTYPES, NUMPY_DTYPES, CheckpointError
@@ -171,6 +172,25 @@ class Check:
 
 
 @dataclass(frozen=True)
+class Difference:
+    """The first difference between a part of a layer in the file and the same part, encoded again from the source.
+
+    part: "codes", "scales" (block scales), "tensor_scale", "input_scale" or "values".
+    expert: the number of the expert in a stack; None for a single layer.
+    row, column: the place in the matrix; the first element of the block for a block scale; None for a scale of the
+        whole layer.
+    stored, expected: the code, the byte of the scale, or the number if floats are stored: in the file, and encoded.
+    """
+
+    part: str
+    expert: int | None
+    row: int | None
+    column: int | None
+    stored: float
+    expected: float
+
+
+@dataclass(frozen=True)
 class ReencodedLayer:
     """The result of a check.
 
@@ -179,6 +199,7 @@ class ReencodedLayer:
     action: the action by which the matrix was re-encoded, such as "quantize"; "" if it was not.
     compared, differing: part (codes, scales, ...) -> the number of bytes that were compared, and of those that differ.
         Both are empty if the matrix was not re-encoded.
+    first: the first difference of each part that differs.
     error: the error message if re-encoding failed; otherwise "".
     usual_db: the SQNR in decibels that the format usually gives on the source rows of this matrix; None if the check
         has a job and the SQNR is not low, or if the function ``usual_db`` cannot compute it.
@@ -190,6 +211,7 @@ class ReencodedLayer:
     action: str = ""
     compared: Mapping[str, int] = field(default_factory=dict)
     differing: Mapping[str, int] = field(default_factory=dict)
+    first: tuple[Difference, ...] = ()
     error: str = ""
     usual_db: float | None = None
     doubt: str = ""
@@ -309,10 +331,12 @@ class _Comparison:
     This class is the Sink of a job. Its ``put`` compares a part (codes, scales, ...) instead of writing it.
 
     compared, differing: part -> the number of bytes compared so far, and of those that differ.
+    first: part -> its first difference.
     """
 
-    def __init__(self, readers: Readers, weight: Weight, targets: Iterable[Target]) -> None:
-        self._readers, self._weight = readers, weight
+    def __init__(self, readers: Readers, check: Check, targets: Iterable[Target]) -> None:
+        self._readers, self._check = readers, check
+        self.first: dict[str, Difference] = {}
         self._targets = {target.part: target for target in targets}
         self.compared = dict.fromkeys(self._targets, 0)
         self.differing = dict.fromkeys(self._targets, 0)
@@ -327,9 +351,42 @@ class _Comparison:
         target, done = self._targets[part], self.compared[part]
         if done + encoded.size > target.nbytes:
             raise CheckpointError(f"{part}: re-encoding gives more bytes than the {target.nbytes} bytes stored")
-        stored = self._readers.bytes(self._weight.parts[part], target.position + done, encoded.size)
-        self.differing[part] += int(np.count_nonzero(stored != encoded))
+        stored = self._readers.bytes(self._check.stored.parts[part], target.position + done, encoded.size)
+        unequal = stored != encoded
+        count = int(np.count_nonzero(unequal))
+        if count and not self.differing[part]:
+            self.first[part] = _difference(self._check, target, done, int(unequal.argmax()), stored, encoded)
+        self.differing[part] += count
         self.compared[part] += encoded.size
+
+
+def _difference(check: Check, target: Target, done: int, at: int, *sides: npt.NDArray[np.uint8]) -> Difference:
+    """Return the place and the values of byte ``at``, the first that differs of the bytes from ``done`` on."""
+    weight, part = check.stored, target.part
+    form = weight.container if part in (CODES, SCALES) else None  # None if the bytes are numbers
+    rows, columns = weight.shape[-2:][:: -1 if weight.transposed else 1] if form or part == VALUES else (1, 1)
+    dtype = np.dtype(np.uint8) if part == CODES else NUMPY_DTYPES.get(target.dtype, np.dtype(np.uint8))
+    # tile: the number of rows that are stored together
+    (high, wide), tile = (form.block, 128 if form.swizzled else 1) if form and part == SCALES else ((1, 1), 1)
+    tiles = -(-rows // high // tile)
+    size = weight.parts[part].entry.nbytes // (weight.experts * tiles)
+    expert, number = divmod((target.position + done + at) // size, tiles)
+    start = (done + at) // size * size - done
+    lines: Any = [side[start : start + size].reshape(1, -1) for side in sides]
+    if form and form.in_blocks:
+        lines, scales = zip(*(unpack_gguf(line, form.kind) for line in lines), strict=True)
+        if np.array_equal(*lines):
+            part, (high, wide), lines = SCALES, form.block, scales
+    if form and part == CODES:
+        lines = [codes_of(form, line << 4 | line >> 4 if form.high_first else line) for line in lines]
+    elif tile > 1:
+        lines = [unswizzle_scales(line, "swizzled_128x4", (tile, -(-columns // wide))) for line in lines]
+    have, want = (line.view(f"u{dtype.itemsize}") for line in lines)  # as integers, so that NaN equals itself
+    i, j = map(int, np.argwhere(have != want)[0])
+    values = (side[i, j].reshape(1).view(dtype).item() for side in (have, want))
+    place = ((number * tile + i) * high, j * wide)[:: -1 if weight.transposed else 1]
+    row, column = place if form or part == VALUES else (None, None)
+    return Difference(part, expert if weight.experts > 1 else None, row, column, *values)
 
 
 def run(checks: Sequence[Check], executor: Executor | None, tick: Callable[[int], None]) -> Iterator[ReencodedLayer]:
@@ -379,12 +436,13 @@ def _reencoded(check: Check, shared: Measured | None, found: StoredCounts, reade
 
 def _compared(check: Check, job: Job, shared: Measured, found: StoredCounts, readers: Readers) -> ReencodedLayer:
     """Re-encode one matrix by ``job``, compare it with the file, and return the result."""
-    comparison = _Comparison(readers, check.stored, job.targets)
+    comparison = _Comparison(readers, check, job.targets)
     try:
         made = produce(job, shared, readers, comparison)
     except CheckpointError as error:
         return ReencodedLayer(check, found, error=str(error))
-    return ReencodedLayer(check, found, made.action, comparison.compared, comparison.differing)
+    first = tuple(comparison.first.values())
+    return ReencodedLayer(check, found, made.action, comparison.compared, comparison.differing, first)
 
 
 def tally_of_rows(check: Check, readers: Readers, spans: Sequence[tuple[int, int] | None] = (None,)) -> StoredCounts:

@@ -34,7 +34,7 @@ from fp4kit.checkpoint.plan.scale_search import RECORDED, Activations, ScaleSear
 from fp4kit.checkpoint.plan.source_layers import expert_stacks, is_split, split_layers
 from fp4kit.checkpoint.selection.names import PATTERNS, RECIPE, first_match
 from fp4kit.checkpoint.verify import reencode
-from fp4kit.checkpoint.verify.reencode import Check, ReencodedLayer, Settings, Smoothing
+from fp4kit.checkpoint.verify.reencode import Check, Difference, ReencodedLayer, Settings, Smoothing
 from fp4kit.cpu.library import num_threads
 from fp4kit.lazy import lazy_property
 from fp4kit.recipes import Recipe
@@ -68,6 +68,7 @@ class LayerReport:
     tally: counts of the stored values, such as NaN or saturated values.
     usual_db: the SQNR in decibels that the format usually gives on the layer's source; None if the layer was
         re-encoded and its SQNR is not low, or if it has no source for which this can be computed.
+    first: the first difference of each part that differs; for a stack, those of the first expert that differs.
     """
 
     name: str
@@ -80,6 +81,7 @@ class LayerReport:
     tensor_scale: float | None
     tally: StoredCounts
     usual_db: float | None = None
+    first: tuple[Difference, ...] = ()
 
     @property
     def differing(self) -> int:
@@ -682,6 +684,7 @@ def _layer(members: Sequence[ReencodedLayer], readers: Readers) -> LayerReport:
         None if scale is None else float(scale),
         total(one.tally for one in members),
         min((one.usual_db for one in members if one.usual_db is not None), default=None),
+        next((one.first for one in sorted(members, key=lambda one: one.check.expert) if one.first), ()),
     )
 
 

@@ -19,6 +19,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 import oracle
+import partly_quantized
 import pytest
 import synthetic
 from exhaustive import every, exhaustive, half
@@ -26,17 +27,21 @@ from exhaustive import every, exhaustive, half
 from fp4kit.checkpoint import Options, Wishes, convert
 from fp4kit.checkpoint.containers.engines import Issue
 from fp4kit.checkpoint.containers.table import (
+    CODES,
     CONTAINERS,
     CT_NVFP4,
     FP8_BLOCKS,
     FP8_POWERS,
     MODELOPT_MXFP8,
     MODELOPT_NVFP4,
+    SCALES,
+    VALUES,
     Container,
 )
 from fp4kit.checkpoint.findings import grouped
 from fp4kit.checkpoint.loaders import support
 from fp4kit.checkpoint.model.model_files import MANIFEST, open_source
+from fp4kit.checkpoint.model.slabs import Readers, codes_of, slabs
 from fp4kit.checkpoint.model.statistics import StoredCounts, amax_and_nonfinite, sqnr_db, tally
 from fp4kit.checkpoint.verify.verify import LayerReport, VerifyReport, prepare
 from fp4kit.checkpoint.verify.verify import verify_checkpoint as verify
@@ -459,6 +464,40 @@ def test_workers_executors_and_slabs_do_not_show(tmp_path: Path, monkeypatch: py
     assert [layer.name for layer in whole.layers if layer.differing] == ["model.layers.0.mlp.experts.1.up_proj"]
 
 
+LOCATED = [*(("dense", *pair) for pair in [*PAIRS, ("nvfp4-comfy-kitchen", "comfy")]), *ONES[:2]]
+
+
+@pytest.mark.parametrize(("name", "recipe", "format"), [*LOCATED, ("", "nvfp4-gguf", ""), ("", "mxfp4-gguf", "")])
+def test_the_first_difference_is_located(tmp_path: Path, name: str, recipe: str, format: str) -> None:
+    """A changed byte is found where the reader of slabs finds the element that changed."""
+    if name:
+        model, source = made(tmp_path, name, recipe, format, requantize=True)
+    else:
+        model, source = partly_quantized.gguf(tmp_path / "m", recipe), tmp_path / "m" / "plain.gguf"
+    layer = next(layer for layer in verify(model, source).layers if layer.compared and layer.shape[-2] > 32)
+    stored = next(one.stored for one in prepare(model, source).checks if one.stored.name == layer.name)
+    expert = stored.experts - 1
+
+    def elements() -> list[npt.NDArray[Any]]:
+        with Readers() as readers:
+            (slab,) = slabs(readers, stored, expert)
+        return [slab.values] if stored.container is None else [codes_of(stored.form, slab.codes), slab.scales]
+
+    before = elements()
+    for part in {VALUES, CODES, SCALES} & stored.parts.keys():
+        place = stored.parts[part]
+        at = place.entry.nbytes // stored.experts * expert + 18
+        poke(model, place.entry.name, at, lambda b: b ^ 0x10)
+        (found,) = next(one for one in verify(model, source).layers if one.name == layer.name).first
+        old, new = (arrays[found.part == "scales"] for arrays in (before, elements()))
+        row, column = np.argwhere(old != new)[0]
+        assert (found.stored, found.expected) == (new[row, column], old[row, column])
+        high, wide = stored.form.block if found.part == "scales" else (1, 1)
+        place_in_stack = (expert if stored.experts > 1 else None, row * high, column * wide)
+        assert (found.expert, found.row, found.column) == place_in_stack
+        poke(model, place.entry.name, at, lambda b: b ^ 0x10)
+
+
 def without_sums(layer: LayerReport) -> LayerReport:
     """Return the layer's report with its sums set to 0, because their rounding depends on the order of additions."""
     return replace(layer, tally=replace(layer.tally, signal=0.0, noise=0.0))
@@ -528,6 +567,11 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(capsys.readouterr().out)
     assert (found["schema"], found["clean"], found["manifest"]) == ("fp4kit.verify/1", False, "differs")
     layer = next(layer for layer in found["layers"] if layer["name"] == Q)
+    (first,) = layer["first"]
+    assert (first["part"], first["row"], first["column"], first["stored"] ^ first["expected"]) == ("codes", 0, 10, 1)
+    main(["verify", str(model), "--source", str(source)])
+    line = f"{Q}: codes, row 0, column 10: {first['stored']} in the file, {first['expected']} expected"
+    assert f"first difference: {line}" in " ".join(capsys.readouterr().out.split())
     assert layer["codes"] == {"differing": 1, "compared": 2048} and layer["scales"]["differing"] == 0
     assert main(["verify", str(model)]) == 1
     text = "error: model-00001-of-00002.safetensors: its content differs from what the conversion wrote"
