@@ -612,6 +612,9 @@ def zeros_of(name: str, tally: StoredCounts) -> Iterator[Issue]:
         yield Issue("error", name, _MOSTLY_UNDERFLOWED, count=tally.underflowed_blocks)
     elif tally.underflowed_blocks:
         yield Issue("warning", name, _UNDERFLOWED, count=tally.underflowed_blocks)
+    if tally.hollow_blocks:
+        severity = "error" if 2 * tally.hollow_blocks > used else "warning"
+        yield Issue(severity, name, _HOLLOW, count=tally.hollow_blocks)
 
 
 def noise_of(name: str, found: float | None, usual_db: float | None, bits: int, is_of_recipe: bool) -> Iterator[Issue]:
@@ -633,6 +636,10 @@ _EMPTIED = (
 )
 _LOST_SCALES = (
     "blocks whose scales are zero although the source needs scales that the format has, so that the scales were lost"
+)
+_HOLLOW = (
+    "most weights are stored as zeros beside a far larger one with the same scale, which the SQNR hides; use a recipe"
+    " with smaller blocks, or leave the layer unquantized; such blocks"
 )
 _UNDERFLOWED = "blocks that are zero although the source is not, because their scales underflow"
 _ADVICE = "use a recipe whose scales hold smaller values, or leave the layer unquantized"

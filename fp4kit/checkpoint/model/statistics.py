@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
 from functools import reduce
-from math import log2, sqrt
+from math import log2, prod, sqrt
 from operator import attrgetter
 from statistics import median
 from typing import Any, NamedTuple
@@ -77,6 +77,8 @@ class StoredCounts:
         underflowed_blocks: blocks among flushed_blocks in which x is too small for the smallest scale of the format, or
             for the smallest code under the stored scale.
         emptied_blocks: blocks among flushed_blocks that are not underflowed, and whose scale is not zero.
+        hollow_blocks: blocks, not among zero_blocks, in which most of the nonzero elements of x, and at least 64 of
+            them, decode to zero.
         signal: the sum of x^2 over finite x, in float64.
         noise: the sum of (x - decoded)^2 over finite x, in float64; inf if a finite x was stored as NaN or infinity.
         reach: the largest finite magnitude that an element can have under the stored scales, in blocks that are not all
@@ -102,6 +104,7 @@ class StoredCounts:
     flushed_blocks: int = 0
     underflowed_blocks: int = 0
     emptied_blocks: int = 0
+    hollow_blocks: int = 0
     signal: float = 0.0
     noise: float = 0.0
     reach: float = 0.0
@@ -317,9 +320,23 @@ def _compare_with_source(
         flushed_blocks=int(np.count_nonzero(flushed)),
         underflowed_blocks=int(np.count_nonzero(is_small)),
         emptied_blocks=int(np.count_nonzero(flushed & ~is_small & (scales_of(form, rows.scales) != 0))),
+        hollow_blocks=_count_hollow(rows, x, zero),
         signal=signal,
         noise=noise,
     )
+
+
+_MANY = 64  # blocks of 16 or 32 weights are left out, because one larger weight is usual in them
+
+
+def _count_hollow(rows: _Rows, x: np.ndarray, zero: npt.NDArray[np.bool_]) -> int:
+    """Return StoredCounts.hollow_blocks of some rows."""
+    if prod(rows.form.block) < _MANY or _count_codes(rows.form.element, rows.codes, [0]) < _MANY:
+        return 0
+    used = x != 0
+    lost = used & (values_of_bytes(rows.form).take(rows.codes, axis=0).reshape(x.shape) == 0)
+    lost, used = (_reduced(rows.form, np.add, each.astype(np.int64)) for each in (lost, used))
+    return int(np.count_nonzero((2 * lost > used) & (lost >= _MANY) & ~zero))
 
 
 def _error_of(

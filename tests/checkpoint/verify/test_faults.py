@@ -271,6 +271,26 @@ def test_each_lost_block_is_counted_under_one_cause(zero, flushed, underflowed, 
 
 
 @pytest.mark.parametrize(
+    ("recipe", "found"),
+    [("fp8-modelopt", [("error", 128)]), ("fp8-modelopt-channel", [("warning", 1)]), ("nvfp4-modelopt", [])],
+)
+def test_weights_that_are_lost_beside_an_outlier(tmp_path: Path, recipe: str, found: list[tuple[str, int]]) -> None:
+    rng, shape = np.random.default_rng(0), (SIZE, SIZE)
+    outlier, sparse, small = (rng.standard_normal(shape) * size for size in (0.02, 0.02, 1e-7))
+    outlier[3, 7], sparse[rng.random(shape) < 0.5] = 1e4, 0
+    layers = {LAYER: outlier, "0.up_proj": sparse, "1.o_proj": small, "2.o_proj": rng.standard_t(2, shape) * 0.02}
+    tensors = {f"{name}.weight": x.astype(synthetic.BF16) for name, x in layers.items()}
+    synthetic.write_model(tmp_path / "s", {"model_type": "llama"}, tensors)
+    convert(tmp_path / "s", tmp_path / "m", recipe, format="modelopt", allow_loss=True)
+    issues = [issue for issue in verify(tmp_path / "m", tmp_path / "s").issues if "stored as zeros" in issue.text]
+    assert [(issue.severity, issue.count) for issue in issues] == found
+    assert all(issue.subject == LAYER for issue in issues)
+    if ("error", 128) in found:
+        with pytest.raises(CheckpointError, match="most weights are stored as zeros beside a far larger one"):
+            convert(tmp_path / "s", tmp_path / "refused", recipe, format="modelopt")
+
+
+@pytest.mark.parametrize(
     ("zero", "smallest", "largest", "share", "severity", "phrase"),
     [
         (5, 0.0, 1.0, 0.0, None, ""),

@@ -161,6 +161,8 @@ def naive(
         facts["top_scales"] += form.scale is not None and abs(float(scale)) == float(form.scale.max)
         facts["zero_blocks"] += zero
         facts["zero_scales"] += bool(scale == 0 and values.any())
+        lost = ((values == 0) & (source != 0)).sum()
+        facts["hollow_blocks"] += not zero and lost >= 64 and 2 * lost > (source != 0).sum()
         facts["flushed_blocks"] += bool(zero and (source != 0).any())
         if zero and (source != 0).any():
             usable = np.isfinite(source)
