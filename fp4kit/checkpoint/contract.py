@@ -16,7 +16,7 @@ import ml_dtypes
 import numpy as np
 
 from fp4kit.checkpoint.containers.config_entries import REFUSED, unfulfilled
-from fp4kit.checkpoint.containers.configs import MIXED, container_id
+from fp4kit.checkpoint.containers.configs import MIXED, container_id, keeps_inputs, with_declaration
 from fp4kit.checkpoint.containers.table import INPUT_SCALE, MODELOPT_AWQ, MODELOPT_NVFP4, MODELOPT_STACKS
 from fp4kit.checkpoint.convert.job import COPY, DEQUANTIZE
 from fp4kit.checkpoint.findings import unquantized_by_engine
@@ -24,11 +24,11 @@ from fp4kit.checkpoint.identify.run import identify_checkpoint
 from fp4kit.checkpoint.identify.verdicts import CheckpointVerdict
 from fp4kit.checkpoint.model import transforms
 from fp4kit.checkpoint.model.inspect import Checkpoint, QuantizedLayers, inspect_checkpoint, recorded
-from fp4kit.checkpoint.model.model_files import existing_file, resolved
+from fp4kit.checkpoint.model.model_files import CONFIG, existing_file, resolved
 from fp4kit.checkpoint.model.slabs import Readers, scalar_of, tensor_scale_of
 from fp4kit.checkpoint.model.weights import Weight, WeightRotation
 from fp4kit.checkpoint.plan.layer_recipes import record, recorded_patterns
-from fp4kit.checkpoint.plan.plan import Plan
+from fp4kit.checkpoint.plan.plan import Plan, configs
 from fp4kit.checkpoint.selection.names import KEPT_CODES, PARTLY_CARRIED, fused_groups, split_module
 from fp4kit.contract.schema import FILE, SETTINGS, Contract
 from fp4kit.contract.sides import InputScale, by_layer, matrix_of
@@ -46,6 +46,7 @@ SERVER = (
     "kv_layout",
     "unit",
 )  # settings of the server, not of a checkpoint
+_KEPT_INPUTS = tuple((name, "the config declares unquantized inputs") for name in ("activations", "input_scales"))
 OF_ENGINES = ("activations", "input_scales", "served_dtype", "unit")  # those that an engine and a scheme determine
 
 
@@ -60,7 +61,9 @@ def contract_of_plan(plan: Plan) -> Contract:
     if row is not None and recipe == row.weights:
         recipe, patterns = row.loaded, [*patterns, *([pattern, one.id] for pattern, one in row.patterns)]
     served: dict[str, Any] = {} if row is None else {name: getattr(row.contract, name) for name in OF_ENGINES}
-    unknown = [name for name in unknown if name not in served]
+    if row is None and not plan.is_file and keeps_inputs(configs(plan)[CONFIG]):
+        served["inferred"] = _KEPT_INPUTS
+    unknown = [name for name in unknown if name not in {**served, **dict(served.get("inferred", ()))}]
     if plan.form is not None and (recipe is None or any(id not in RECIPES for _, id in patterns)):
         unknown += ["weights", "patterns"] if patterns else ["weights"]
         recipe, patterns = None, []
@@ -182,6 +185,9 @@ def infer(checkpoint: Checkpoint, source: Path | None) -> Contract:
         found.add("hadamard_signs", signs_of(rotation), "declared in transform_config")
     with_input = [name for name, weight in layers.items() if INPUT_SCALE in weight.parts]
     found.add("input_scales", "static" if len(with_input) == len(layers) else None, "every layer has an input scale")
+    if keeps_inputs(with_declaration(checkpoint.config or {}, checkpoint.hf_quant_config)) and not with_input:
+        found.values |= {name: None for name, _ in _KEPT_INPUTS}
+        found.how |= dict(_KEPT_INPUTS)
     form = _container(layers, bool(with_input))
     found.add("container", form, "the names and dtypes of tensors")
     found.unknown += ["container"] if form is None else []

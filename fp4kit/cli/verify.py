@@ -260,6 +260,8 @@ def _contract(args: argparse.Namespace, out: Output) -> int:
         found.save(args.out)
     facts = {} if row is None else {**_serving_row(row), "loads": dict(_loads(row))}
     out.lines(map(shown, str(found).splitlines()))
+    if row is None and "served_dtype" in found.unknown:
+        out.line("served_dtype and unit depend on the engine: name it by --engine and --scheme (--list shows all)")
     out.lines(f"{name}: {facts[name]}" for name in ("version", "device", "product", "evidence", "needs") if facts)
     out.lines(f"{families}: {status}" for families, status in facts.get("loads", {}).items())
     differences = None if row is None or stored is None else stored.diff(found).differences

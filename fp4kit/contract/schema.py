@@ -402,7 +402,7 @@ class Contract:
             >>> made = fp4kit.checkpoint.convert(f"{folder}/w.safetensors", f"{folder}/served", "nvfp4-te")
             >>> contract = fp4kit.Contract.of(made.destination)
             >>> contract.weights.id, contract.unknown
-            ('nvfp4-te', ('activations', 'input_scales', 'served_dtype', 'kv_cache', 'kv_layout', 'unit'))
+            ('nvfp4-te', ('served_dtype', 'kv_cache', 'kv_layout', 'unit'))
         """
         found: Contract = FUNCTIONS["Contract.of"](path, source)
         return found

@@ -278,6 +278,14 @@ def has_static_inputs(container: str, config: Config) -> bool:
     return any(each and each.get("dynamic") is not True for each in inputs)
 
 
+def keeps_inputs(config: Config) -> bool:
+    """Return whether a config declares that the inputs of its quantized layers stay unquantized."""
+    inputs = [_section(group, "input_activations") for group in _groups(config)]
+    section = quantization_config(config)
+    is_null = section.get("quant_method") == "compressed-tensors" and bool(inputs) and not any(inputs)
+    return is_null or section.get("quant_algo") == "W4A16_NVFP4"
+
+
 def _needs(config: Config, **needed: Any) -> Iterator[Issue]:
     """Yield a finding for each key of ``quantization_config`` that does not have the value that vLLM needs."""
     for key, value in needed.items():

@@ -14,6 +14,7 @@ from safetensors.numpy import save_file
 import fp4kit
 from fp4kit.checkpoint import CheckpointError, ScaleSearch, Wishes, convert
 from fp4kit.checkpoint.model.model_files import differences, load_manifest
+from fp4kit.cli import main
 from fp4kit.contract.schema import FILE
 from fp4kit.recipes import RECIPES
 
@@ -74,6 +75,29 @@ def test_a_conversion_with_patterns_and_a_search(source, tmp_path):
     convert(tmp_path / "mx", tmp_path / "plain", format="bf16")  # the contract of the source is not copied
     plain = fp4kit.Contract.of(tmp_path / "plain")
     assert plain.container == "bf16" and plain.weights is None and "weights" not in plain.unknown
+
+
+@pytest.mark.parametrize(
+    ("recipe", "format", "scale", "keeps"),
+    [
+        ("nvfp4-te", "modelopt", None, True),
+        ("nvfp4-te", "modelopt", 1.0, False),
+        ("mxfp4-ocp", "compressed-tensors", None, True),
+        ("mxfp8-te", "compressed-tensors", None, False),
+        ("mxfp8-te", "modelopt", None, False),
+    ],
+)
+def test_a_config_that_declares_unquantized_inputs(source, tmp_path, capsys, recipe, format, scale, keeps):
+    convert(source, tmp_path / "m", recipe, format=format, input_scale=scale)
+    capsys.readouterr()
+    for _ in ("written", "inferred"):
+        contract = fp4kit.Contract.of(tmp_path / "m")
+        assert ("activations" not in contract.unknown) == keeps and contract.activations is None
+        assert main(["contract", str(tmp_path / "m")]) == 0
+        text = capsys.readouterr().out
+        assert ("activations: none (inferred: the config declares unquantized inputs)" in text) == keeps
+        assert "served_dtype and unit depend on the engine: name it by --engine" in " ".join(text.split())
+        (tmp_path / "m" / FILE).unlink(missing_ok=True)
 
 
 def test_codes_of_another_recipe_make_the_recipe_unknown(source, tmp_path):
