@@ -602,6 +602,8 @@ SOUND_DB = {4: 12.0, 8: 18.0}
 
 def zeros_of(name: str, tally: StoredCounts) -> Iterator[Issue]:
     """Yield the losses of a matrix that is zero where its source is not, with the causes that the source proves."""
+    if is_all_zero(tally) and tally.compared and not tally.flushed_blocks:
+        yield Issue("warning", name, "all values are zero, as in the source: the layer computes nothing")
     lost = tally.flushed_blocks - tally.underflowed_blocks - tally.emptied_blocks
     if tally.emptied_blocks:
         yield Issue("error", name, _EMPTIED, count=tally.emptied_blocks)

@@ -279,10 +279,13 @@ def test_weights_that_are_lost_beside_an_outlier(tmp_path: Path, recipe: str, fo
     outlier, sparse, small = (rng.standard_normal(shape) * size for size in (0.02, 0.02, 1e-7))
     outlier[3, 7], sparse[rng.random(shape) < 0.5] = 1e4, 0
     layers = {LAYER: outlier, "0.up_proj": sparse, "1.o_proj": small, "2.o_proj": rng.standard_t(2, shape) * 0.02}
+    layers["3.o_proj"] = np.zeros(shape)
     tensors = {f"{name}.weight": x.astype(synthetic.BF16) for name, x in layers.items()}
     synthetic.write_model(tmp_path / "s", {"model_type": "llama"}, tensors)
     convert(tmp_path / "s", tmp_path / "m", recipe, format="modelopt", allow_loss=True)
-    issues = [issue for issue in verify(tmp_path / "m", tmp_path / "s").issues if "stored as zeros" in issue.text]
+    report = verify(tmp_path / "m", tmp_path / "s")
+    assert [issue.subject for issue in report.issues if "zero, as in the source" in issue.text] == ["3.o_proj"]
+    issues = [issue for issue in report.issues if "stored as zeros" in issue.text]
     assert [(issue.severity, issue.count) for issue in issues] == found
     assert all(issue.subject == LAYER for issue in issues)
     if ("error", 128) in found:
