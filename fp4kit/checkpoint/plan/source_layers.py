@@ -449,20 +449,34 @@ def doubtful_layers(
     yield from transposed_layers((weight for weight in weights if weight.name not in names), config)
 
 
+# key of config.json -> (parent of the leaf, or "", {leaf name: the axis that has this length})
+_SIZES: dict[str, tuple[str, dict[str, int]]] = {
+    "hidden_size": ("", {**dict.fromkeys((*_READS, "embed_tokens"), 1), **dict.fromkeys(_WRITES, 0)}),
+    "intermediate_size": ("mlp.", {"gate_proj": 0, "up_proj": 0, "down_proj": 1}),
+}
+
+
 def transposed_layers(weights: Iterable[Weight], config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield one warning that names all layers that seem to be stored as [K, N]."""
-    # The config's hidden_size must be the length of the last axis if the layer reads the hidden state, and of the first
-    # axis if it writes it.
-    text = config.get("text_config")
-    size = (text if isinstance(text, Mapping) else config).get("hidden_size")
-    names = []
-    for weight in weights:
-        leaf = weight.name.rpartition(".")[2]
-        if len(weight.shape) == 2 and ".layers." in weight.name and leaf in _READS + _WRITES:
-            own, other = weight.shape[::-1] if leaf in _READS else weight.shape
-            names += [weight.name] if other == size != own else []
-    if names:
+    """Yield one warning that names all layers that seem to be stored as [K, N], or one if a size fits no layer."""
+    text, turned = config.get("text_config"), dict[str, bool]()
+    config = text if isinstance(text, Mapping) else config
+    shapes = {w.name: w.shape for w in weights if len(w.shape) == 2 and (".layers." in w.name or "embed" in w.name)}
+    for key, (parent, axes) in _SIZES.items():
+        sizes = {value for name, value in config.items() if key in name and isinstance(value, int)}
+        leaves = {name: name.rpartition(".")[2] for name in shapes}
+        known = [name for name, leaf in leaves.items() if leaf in axes and name.endswith(parent + leaf)]
+        right = {name for name in known if shapes[name][axes[leaves[name]]] in sizes}
+        unfit = [name for name in known if not sizes & {*shapes[name]}]
+        if isinstance(config.get(key), int) and unfit and not right:
+            what = f"{shown(unfit[0])} is {list(shapes[unfit[0]])}"
+            yield f"{what}, which does not fit {key} {config[key]} in config.json; {INCOMPLETE}"
+            return
+        swapped = {name: name not in right and name not in unfit for name in known if sizes}
+        turned = {name: turned[name] and swapped.get(name, True) for name in turned} or swapped
+        if not turned:  # without hidden_size
+            return
+    if names := [name for name, is_turned in turned.items() if is_turned]:
         yield (
-            f"{listed(names)}: {TRANSPOSED}, because only its other axis has hidden_size {size};"
+            f"{listed(names)}: {TRANSPOSED}, because only its other axis has hidden_size {config.get('hidden_size')};"
             " engines expect [outputs, inputs]"
         )

@@ -321,6 +321,22 @@ def test_scales_that_are_multiplied_twice_are_doubted(tmp_path: Path) -> None:
     assert doubt.startswith(f"{O_PROJ}.weight: its scales allow only values up to")
 
 
+@pytest.mark.parametrize(
+    ("sizes", "text"),
+    [
+        ((80, 64), "model.embed_tokens is [128, 64], which does not fit hidden_size 80 in config.json"),
+        ((48, 80), "which does not fit hidden_size 48 in config.json"),
+        ((64, 96), "model.layers.0.mlp.down_proj is [64, 80], which does not fit intermediate_size 96 in config.json"),
+        ((64, 80), None),
+    ],
+)
+def test_a_config_that_does_not_fit_is_not_called_transposed(tmp_path: Path, sizes: Any, text: str | None) -> None:
+    config = {"model_type": "qwen3", "hidden_size": sizes[0], "intermediate_size": sizes[1]}
+    synthetic.write_model(tmp_path / "m", config, dict(sorted(synthetic.dense(tmp_path / "plain").items())))
+    found = [x.text for x in verify(tmp_path / "m").issues if "transposed" in x.text or "does not fit" in x.text]
+    assert len(found) == (text is not None) and all(text in one for one in found)
+
+
 def test_transposed_layers_are_named(tmp_path: Path) -> None:
     """A down projection stored as [K, N] gives a warning in convert and verify; a square layer cannot be told."""
     tensors = synthetic.dense(tmp_path / "plain")
