@@ -113,7 +113,7 @@ class Serving:
 
     def __str__(self) -> str:
         """Return the engine, scheme, route and format in one line."""
-        more = ", ".join(filter(None, (self.route, self.format and f"--format {self.format}")))
+        more = ", ".join(filter(None, (self.route, self.format and f"format {self.format}")))
         return f"{self.engine} {self.scheme}" + (f" ({more})" if more else "")
 
 

@@ -274,8 +274,8 @@ class _Check:
         return found
 
     def _exclusions(self, names: Collection[str]) -> Iterator[str]:
-        """Yield a text per engine and side for the layers that the engine leaves unquantized on this side alone."""
-        read = [side.unquantized for side in self.sides]
+        """Yield a text per side and engines for the layers that these engines leave unquantized on this side alone."""
+        read, engines = [side.unquantized for side in self.sides], dict[str, list[str]]()
         for engine in dict.fromkeys((*read[0], *read[1])):
             asked = {name for one in read for name in one.get(engine, ())}.intersection(names)
             found = [_unquantized(side, engine, asked) for side in self.sides]
@@ -283,7 +283,10 @@ class _Check:
                 alone = sorted(name for name in a.keys() & b.keys() if a[name] and not b[name])
                 if alone:
                     labels = self.sides[i].label, self.sides[1 - i].label
-                    yield f"{engine} leaves {listed(alone)} unquantized in {labels[0]}, but not in {labels[1]}"
+                    text = f"{listed(alone)} unquantized in {labels[0]}, but not in {labels[1]}"
+                    engines.setdefault(text, []).append(engine)
+        for text, names in engines.items():
+            yield f"{listed(names)} {'leaves' if len(names) == 1 else 'leave'} {text}"
 
     def _names(self) -> tuple[list[str], list[str]]:
         """Return (names of the layers to compare, one text per layer that only one side has)."""

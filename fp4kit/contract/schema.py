@@ -670,7 +670,7 @@ class Contract:
         """
         how, values = dict(self.inferred), {name: getattr(self, name) for name in SETTINGS}
         if self.activations is not None:
-            values["activations"] = name_for_inputs(self.activations, self.input_scales)
+            values["activations"] = name_for_inputs(self.activations, self.input_scales, self.weights)
         lines = [
             f"{name}: {setting_text(value)}" + (f" (inferred: {how[name]})" if name in how else "")
             for name, value in values.items()

@@ -179,10 +179,13 @@ def is_listed(r: Recipe) -> bool:
     return ALL_RECIPES.get(r.id) == r
 
 
-def name_for_inputs(r: Recipe, scales: str | None) -> str:
-    """Return the id of a recipe of inputs, or its alias for scales that are "static", such as nvfp4-vllm-static."""
-    aliases = [name for name, id in ALIASES.items() if id == r.id and name.endswith("-static")]
-    return aliases[0] if aliases and scales == "static" and is_listed(r) else r.id
+def name_for_inputs(r: Recipe, scales: str | None, weights: Recipe | None = None) -> str:
+    """Return the id of a recipe of inputs, or its alias for scales that are "static", such as nvfp4-vllm-static, or for
+    scales per token beside weights of the same producer.
+    """
+    end = "-static" if scales == "static" else f"-{weights.producer}-token" if weights is not None else r.id
+    aliases = [name for name, id in ALIASES.items() if id == r.id and name.endswith(end)]
+    return aliases[0] if aliases and is_listed(r) else r.id
 
 
 _TEXTS = ("source", "exact", "versions")  # fields that change no bit

@@ -447,3 +447,11 @@ def test_parity_multiplies_as_an_engine_does(engine: str) -> None:
     other = row.contract.stating(unit="ggml-avx2" if engine == "MLX" else "mlx-cpu")
     found = fp4kit.parity(row.contract, other, weights=w, inputs=inputs)
     assert not found.equal and found.layers[0].step == "product" and found.layers[0].setting.startswith("unit ")
+
+
+def test_a_row_is_named_for_python_and_for_the_command_line_alike(capsys):
+    assert str(next(row for row in fp4kit.servings() if row.format == "modelopt")).endswith("format modelopt)")
+    assert not any("--" in str(row) for row in fp4kit.servings())
+    for engine, producer in (("vLLM", "vllm"), ("SGLang", "sglang"), ("FlashInfer", "flashinfer")):
+        assert main(["contract", "--engine", engine, "--scheme", "nvfp4-w4a4-token"]) == 0
+        assert f"activations: nvfp4-{producer}-token\n" in capsys.readouterr().out
