@@ -55,16 +55,17 @@ def check_diffusers(config: Mapping[str, Any], only: tuple[str, ...]) -> None:
     name = diffusers_class(config)
     if not name or only:
         return
-    way_out = "to convert nevertheless, name layers with --only, such as --only 'transformer_blocks.*.attn.*'"
+    way_out = "to convert nevertheless, name layers with --only"
     if name not in DIFFUSERS_BLOCKS:
         raise CheckpointError(
             f"{DIFFUSERS_CLASS} {shown(name)}: it is not known which layers of this Diffusers class must stay"
-            f" unquantized; known are {', '.join(DIFFUSERS_BLOCKS)}; {way_out}"
+            f" unquantized; known are {', '.join(DIFFUSERS_BLOCKS)}; {way_out}; fp4kit inspect lists them"
         )
     raise CheckpointError(
         f"{DIFFUSERS_CLASS} {name}: no engine is known to load quantized weights of Diffusers models in a format of"
-        f" fp4kit; ComfyUI loads --format comfy made from the release's own single .safetensors file; {way_out}, or"
-        " --only '*' for all layers but the modulation, the embedders and the output layers"
+        f" fp4kit; ComfyUI loads --format comfy made from the release's own single .safetensors file; {way_out},"
+        f" such as --only '{DIFFUSERS_BLOCKS[name][0]}.*', or --only '*' for all layers but the modulation, the"
+        " embedders and the output layers"
     )
 
 

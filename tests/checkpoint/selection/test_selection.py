@@ -709,14 +709,24 @@ def test_layers_of_known_classes(tmp_path: Path, name: str) -> None:
     assert any("no engine is known to load" in text for text in plan.warnings)
 
 
-def test_refused_without_only(tmp_path: Path) -> None:
-    _write(tmp_path / "m", "FluxTransformer2DModel", MODULES["FluxTransformer2DModel"][0])
+@pytest.mark.parametrize("name", MODULES)
+def test_refused_without_only(tmp_path: Path, name: str) -> None:
+    """The advice of the refusal works, and the modulation stays unquantized."""
+    _write(tmp_path / "m", name, MODULES[name][0] + MODULES[name][1])
     for format in (None, "modelopt", "compressed-tensors", "comfy"):
-        with refused("no engine is known to load quantized weights of Diffusers models"):
+        with refused("no engine is known to load quantized weights of Diffusers models") as caught:
             make_plan(tmp_path / "m", "nvfp4-te", format=format)
+    for pattern in re.findall(r"--only '([^']*)'", str(caught.value)):
+        plan = make_plan(tmp_path / "m", "nvfp4-te", wishes=Wishes(only=(pattern,)))
+        assert plan.converted and {one.name.removesuffix(".weight") for one in plan.converted} <= {*MODULES[name][0]}
+    assert "--only '*'" in str(caught.value)
+
+
+def test_an_unknown_class_is_given_no_pattern_of_other_classes(tmp_path: Path) -> None:
     _write(tmp_path / "other", "NewTransformer2DModel", ["blocks.0.attn.to_q", "proj_out"])
-    with refused("_class_name NewTransformer2DModel: it is not known which layers"):
+    with refused("_class_name NewTransformer2DModel: it is not known which layers") as caught:
         make_plan(tmp_path / "other", "nvfp4-te")
+    assert str(caught.value).endswith("name layers with --only; fp4kit inspect lists them")
     plan = make_plan(tmp_path / "other", "nvfp4-te", wishes=Wishes(only=("blocks.*",)))
     assert [tensor.name for tensor in plan.converted] == ["blocks.0.attn.to_q.weight"]
 
