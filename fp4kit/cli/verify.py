@@ -247,9 +247,7 @@ def _contract(args: argparse.Namespace, out: Output) -> int:
     if args.list:
         rows = [_serving_row(row) for row in servings()]
         shown_columns = [name for name in _SHOWN_OF_ENGINES if args.long or name not in ("weights", "activations")]
-        names = [
-            one.activations and name_for_inputs(one.activations, one.input_scales, one.weights) for one in servings()
-        ]
+        names = [x.activations and name_for_inputs(x.activations, x.input_scales, x.weights) for x in servings()]
         named = [{**row, "activations": name or ""} for row, name in zip(rows, names, strict=True)]
         out.records(named, {name: f"{{{name}}}" for name in shown_columns})
         out.document("engines/1", {"engines": rows})

@@ -197,9 +197,8 @@ def write_quantized(
         write_scalars(job, readers, output, made, stored, keeps_input_scale)
     empty, words, ends, scales = weak
     action = QUANTIZE if job.action == QUANTIZE else REQUANTIZE
-    is_weak = bool(
-        256 * empty > words or 4 * ends > scales
-    )  # 8 codes are zero by 2**-8 if half of all weights are lost
+    # If half of all weights are lost, 8 adjacent codes are zero with a probability of 1/256.
+    is_weak = bool(256 * empty > words or 4 * ends > scales)
     return Done(job.key, "", action, replaced, losses, survival=survival, is_weak=is_weak)
 
 

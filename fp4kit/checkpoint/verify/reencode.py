@@ -43,7 +43,7 @@ from fp4kit.checkpoint.model.model_files import Source
 from fp4kit.checkpoint.model.slabs import Readers, Slab, codes_of, slabs, values_of
 from fp4kit.checkpoint.model.statistics import StoredCounts, count_nan, sqnr_db, tally, total
 from fp4kit.checkpoint.model.transforms import Counterparts, Origin, TurnedOrigin, decodable, origins, resolved
-from fp4kit.checkpoint.model.weights import Located, Weight, WeightRotation
+from fp4kit.checkpoint.model.weights import Q8_0, Located, Weight, WeightRotation
 from fp4kit.checkpoint.plan.other_models import ADAPTER_SCALES, LoraAdapter
 from fp4kit.checkpoint.plan.scale_search import ScaleSearch
 from fp4kit.checkpoint.plan.source_layers import Restored
@@ -383,8 +383,9 @@ def _difference(check: Check, target: Target, done: int, at: int, *sides: npt.ND
         lines = [unswizzle_scales(line, "swizzled_128x4", (tile, -(-columns // wide))) for line in lines]
     have, want = (line.view(f"u{dtype.itemsize}") for line in lines)  # as integers, so that NaN equals itself
     i, j = map(int, np.argwhere(have != want)[0])
-    values = (side[i, j].reshape(1).view(dtype).item() for side in (have, want))
-    place = ((number * tile + i) * high, j * wide)[:: -1 if weight.transposed else 1]
+    values = [side[i, j].reshape(1).view(dtype).item() for side in (have, want)]
+    j = j // 34 * 32 if target.dtype == Q8_0 else j * wide  # 34 bytes hold 32 elements
+    place = ((number * tile + i) * high, j)[:: -1 if weight.transposed else 1]
     row, column = place if form or part == VALUES else (None, None)
     return Difference(part, expert if weight.experts > 1 else None, row, column, *values)
 

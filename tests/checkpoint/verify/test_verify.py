@@ -466,7 +466,8 @@ def test_workers_executors_and_slabs_do_not_show(tmp_path: Path, monkeypatch: py
     assert [layer.name for layer in whole.layers if layer.differing] == ["model.layers.0.mlp.experts.1.up_proj"]
 
 
-LOCATED = [*(("dense", *pair) for pair in [*PAIRS, ("nvfp4-comfy-kitchen", "comfy")]), *ONES[:2]]
+_OTHERS = [("nvfp4-comfy-kitchen", "comfy"), ("fp8-modelopt-channel", "modelopt")]
+LOCATED = [*(("dense", *pair) for pair in [*PAIRS, *_OTHERS]), *ONES[:2]]
 
 
 @pytest.mark.parametrize(("name", "recipe", "format"), [*LOCATED, ("", "nvfp4-gguf", ""), ("", "mxfp4-gguf", "")])
