@@ -25,7 +25,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 # Count -> (limit; goal). A limit goes down, and up only by what a new capability needs.
 LIMITS: dict[str, tuple[float, float]] = {
-    "code lines of the package": (70700, 52000),
+    "code lines of the package": (70800, 52000),
     "Python modules": (205, 200),
     "Python modules in one folder": (15, 15),
     "import lines": (3800, 3300),

@@ -156,7 +156,10 @@ def as_real(op: str, name: str, amax: Any) -> Any:
     if isinstance(array, AbstractArray):
         return AbstractArray(array.shape, np.dtype(np.float32))
     with np.errstate(all="ignore"):
-        return array.astype(np.float32)
+        found = array.astype(np.float32)
+        if array.itemsize > found.itemsize and (overflows := np.isinf(found) & np.isfinite(array)).any():
+            raise ValueError(f"{op}: {name} holds {array[overflows][0]!s:.60}; needs numbers that float32 holds")
+        return found
 
 
 def check_clip_amax(op: str, amax: Any) -> Any:

@@ -14,6 +14,7 @@ import ml_dtypes
 import numpy as np
 
 from fp4kit import formats
+from fp4kit.arguments import as_float32
 from fp4kit.arrays.imports import (
     check_one_device,
     cupy,
@@ -324,12 +325,7 @@ def _product(op: str, a: Operand, b: Operand, u: Unit, out_dtype: Any, alpha: An
     if in_turn:
         a, b = _with_factors(op, a, b, alpha)
     elif alpha is not None:
-        try:
-            number = np.float32(float(alpha))
-        except (TypeError, ValueError):
-            raise TypeError(
-                f"{op}: alpha is {alpha!r:.60}; needs a number, a tuple of two arrays, or None for the tensor scales"
-            ) from None
+        number = as_float32(op, "alpha", alpha, "needs a number, a tuple of two arrays, or None for the tensor scales")
         a, b = a._replace(factor=module_of(a.codes).full(a.codes.shape[:-1], number)), b._replace(factor=None)
     in_turn = not (a.is_square or b.is_square) if has_chains else in_turn
     return MatmulCall(a, b, None, u, step, dtype, None, not isinstance(a.codes, np.ndarray), in_turn)

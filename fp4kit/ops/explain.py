@@ -81,7 +81,9 @@ class Explanation(Shown):
 
     def __getitem__(self, name: str) -> ExplainedStep:
         """Return the first recipe's step with the given name. Raise KeyError if the recipe has no such step."""
-        return self._column(0)[name]
+        if name not in (steps := self._column(0)):
+            raise KeyError(f"explain: there is no step {name!r}; the steps are {', '.join(steps)}")
+        return steps[name]
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -51,6 +51,7 @@ ERRORS = [
     (quantize(tensor_amax=NAN), ValueError, "quantize: tensor_amax holds 1 NaN value(s) of 1; needs amax >= 0"),
     (quantize(x=STACK, tensor_amax=[1, NAN, NAN]), ValueError, "quantize: tensor_amax holds 2 NaN value(s) of 3;"),
     (quantize(tensor_amax=-1), ValueError, "quantize: tensor_amax holds 1 negative value(s) of 1; needs amax >= 0"),
+    (quantize(tensor_amax=1e40), ValueError, "quantize: tensor_amax holds 1e+40; needs numbers that float32 holds"),
     (quantize(tensor_amax="large"), TypeError, "quantize: tensor_amax is <U5; needs a real number or a float array"),
     (quantize(tensor_amax=1j), TypeError, "quantize: tensor_amax is complex128; needs a real number or a float"),
     (quantize(tensor_amax=True), TypeError, "quantize: tensor_amax is bool; needs a real number or a float array"),

@@ -31,6 +31,7 @@ RIGHT = {
     "cast_master_weights": {"shards": [fp4kit.Shard(FLAT, X.shape)], "comm": SingleProcess(), "recipe": "nvfp4-te-2d"},
     "compare": {"a": Q, "b": X},
     "compare_recipes": {"x": X, "recipes": ["nvfp4", "mxfp4"]},
+    "concatenate": {"qs": [Q, Q], "axis": 0},
     "dequantize": {"q": Q},
     "dequantize_kv": {"cache": CACHE},
     "engine_keys": {"recipe": "nvfp4", "dtype": "float16"},

@@ -255,7 +255,7 @@ def test_steps_hold_numbers_and_bits():
     assert E2M1.decode(code.bits) == code.value
     assert found["element"].value == float(x[3])
     assert repr(found) == "Explanation(element (3,), nvfp4-te: -0.666667)"
-    with pytest.raises(KeyError):
+    with pytest.raises(KeyError, match=r"explain: there is no step .*; the steps are element, "):
         found["no such step"]
 
 

@@ -79,6 +79,8 @@ BAD = [
     (lambda: fp4kit.matmul(BF16, BF16, unit=90), TypeError, "needs a Unit or an id"),
     (lambda: fp4kit.matmul(BF16, BF16, out_dtype=np.float64), TypeError, "out_dtype is float64"),
     (lambda: fp4kit.matmul(BF16, BF16, alpha="x"), TypeError, "alpha is 'x'; needs a number"),
+    (lambda: fp4kit.matmul(BF16, BF16, alpha="2"), TypeError, "alpha is '2'; needs a number"),
+    (lambda: fp4kit.matmul(BF16, BF16, alpha=2j), TypeError, "alpha is 2j; needs a number"),
     (lambda: fp4kit.matmul(BF16, BF16, c=np.ones((4, 3), np.float32)), ValueError, r"c has shape \(4, 3\)"),
     (lambda: fp4kit.matmul(BF16, BF16, c=np.ones((4, 4), np.int32)), TypeError, "c is int32; needs float32"),
     (lambda: fp4kit.unit("sm10"), ValueError, "needs one of sm100, sm90"),

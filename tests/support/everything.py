@@ -61,7 +61,7 @@ def options(name: str, x: np.ndarray) -> Iterator[object]:
         yield fp4kit.quantize(x, name, rounding="stochastic", seed=3)
     yield fp4kit.quantize(x, name, hadamard=True, **how)
     if r.tensor_scaling == "tensor":
-        yield from (fp4kit.quantize(x, name, tensor_amax=amax, **how) for amax in (2e-39, 0, 1e300))
+        yield from (fp4kit.quantize(x, name, tensor_amax=amax, **how) for amax in (2e-39, 0, np.inf))
 
 
 def searches(name: str, x: np.ndarray) -> Iterator[object]:

@@ -496,7 +496,7 @@ class Request:
             yield bool(self.codes) and (name, f"has no effect with --codes, {text}")
             yield is_plain and (name, f"has no effect with --format bf16, {text}")
         for kind, value, known in (("format", self.format, ALL_FORMATS), ("nonfinite", self.nonfinite, NONFINITE)):
-            hint = suggestion(str(value), known) or f"; use one of {', '.join(known)}"
+            hint = (kind == "format" and suggestion(str(value), known)) or f"; use one of {', '.join(known)}"
             yield value not in (None, *known) and (f"{kind} {value}", f"unknown{hint}")
         scale, size = self.input_scale, self.split_max_size
         is_normal = scale is None or (
