@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from math import prod
+from math import inf, prod
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -39,6 +39,7 @@ from fp4kit.cpu.library import (
     specification_only,
     threads_for,
 )
+from fp4kit.formats import FLT_MAX
 from fp4kit.quantized.container import PARTS, Quantized, assembled
 from fp4kit.recipes.schema import faking
 
@@ -110,9 +111,9 @@ class ArrayAccess(NamedTuple):
     result: Callable[[Any], Any] | None
 
     def amax_pointer(self, amax: Any) -> Any:
-        """Return a pointer to the caller's tensor_amax, for the C library."""
+        """Return a pointer to the caller's tensor_amax, for the C library; None for one that it cannot read."""
         if isinstance(amax, (float, np.floating)):
-            return ctypes.byref(ctypes.c_float(float(amax)))
+            return None if float(FLT_MAX) < amax < inf else ctypes.byref(ctypes.c_float(float(amax)))
         return self.address(amax) if self.is_float32(amax) else None
 
 

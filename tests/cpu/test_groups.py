@@ -191,12 +191,9 @@ def test_groups_of_tensors() -> None:
     torch = pytest.importorskip("torch")
     stack = torch.nn.Parameter(torch.from_numpy(ordinary(3, (4, 32, 128))).bfloat16())
     expected = loop(fp4kit.quantize, stack.detach(), "nvfp4-te")
-    mixed = [stack[0].detach(), ordinary(1, (32, 128))]
     for found in (fp4kit.quantize_grouped(stack, "nvfp4-te"), fp4kit.quantize_grouped([*stack.detach()], "nvfp4-te")):
         assert all(type(q.packed) is torch.Tensor for q in found)
         assert_equal([q.to("numpy") for q in found], [q.to("numpy") for q in expected])
-    assert [type(q.packed) for q in fp4kit.quantize_grouped(mixed, "nvfp4-te")] == [torch.Tensor] * 2
-    assert [type(q.packed) for q in fp4kit.quantize_grouped(mixed[::-1], "nvfp4-te")] == [np.ndarray] * 2
     with pytest.raises(ValueError, match=r"^fake_quantize_grouped: xs requires grad.*fp4kit.torch.fake_quantize_grou"):
         fp4kit.fake_quantize_grouped(stack, "nvfp4-te")
 
