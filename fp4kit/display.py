@@ -358,7 +358,7 @@ def recipe_panel(r: Recipe) -> Panel:
         ("scales", ", ".join(map(str, r.scale_levels))),
         *_rules(r),
         ("formulas", formulas),
-        ("exact", "" if is_variant else r.exact),
+        ("exact", r.exact),
         ("evidence", evidence_text(r) if is_listed(r) else ""),
         *(
             (alias.id, f"{alias.source}, {alias.exact}")
@@ -366,7 +366,7 @@ def recipe_panel(r: Recipe) -> Panel:
             if alias.of == r.id and not is_variant
         ),
         ("source", r.source),
-        *((("versions", str(r.versions)),) if r.versions and not is_variant else ()),
+        *((("versions", str(r.versions)),) if r.versions else ()),
     ]
     return Panel(f"Recipe {title(r)}", tuple(fact for fact in facts if fact[1]))
 

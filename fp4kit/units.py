@@ -7,8 +7,7 @@ bits it keeps, for each kind of operands. Source: MMA-Sim (arXiv 2511.10909, pac
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
 from typing import Any, Literal, get_args
 
@@ -178,7 +177,8 @@ class Unit:
             added to C in float32, rounded to nearest even. `fp8` is then None.
         order: None for a matrix unit. Otherwise the name of an order that fp4kit.matmul describes, such as "exact" or
             "mlx-cpu"; the other fields besides id and checked are then None.
-        checked: what was compared with hardware; or "no" and, after a semicolon, what it was compared with instead.
+        checked: what was compared with hardware; or "no" and, after a semicolon, what it was compared with instead. A
+            variant of a unit in the table has "no" unless you state something, or what the unit's `checked` says of it.
 
     Raises:
         TypeError: a step has the wrong type, or id or checked is not a nonempty str.
@@ -230,8 +230,7 @@ class Unit:
                 )
             if self.steps() or self.promote is not None or self.fp8_as is not None:
                 raise ValueError(f"Unit {self.id}: it has an order, but also steps or promote; needs one of the two")
-            return
-        if not self.steps():
+        elif not self.steps():
             raise ValueError(f"Unit {self.id}: it has no step and no order; needs one of the two")
         fits = self.fp8_as == "float16" and self.float16 is not None and 32 % getattr(self.float16, "k", 1) == 0
         if self.fp8_as is not None and (not fits or self.fp8 is not None or self.promote is not None):
@@ -241,6 +240,8 @@ class Unit:
             )
         for kind, step in self.steps().items():
             self._check_step(kind, step)
+        if self.checked in ("no", *(one.checked for one in UNITS.values())):
+            object.__setattr__(self, "checked", self._evidence())
 
     def _check_step(self, kind: str, step: Any) -> None:
         """Raise an error unless the unit can have `step`, not None, for the kind of operands `kind`, one of KINDS.
@@ -274,6 +275,15 @@ class Unit:
                 f" k of {kind}"
             )
 
+    def _evidence(self) -> str:
+        """Return what the table says was checked of a unit with this id and arithmetic; "no" if it says nothing."""
+        listed = UNITS.get(self.id)
+        if listed is None:
+            return "no"
+        changed = {one.name for one in fields(self) if getattr(self, one.name) != getattr(listed, one.name)}
+        is_stated = changed <= {"promote", "checked"} and f" promote={self.promote}" in listed.checked
+        return listed.checked if changed <= {"checked"} or is_stated else "no"
+
     def steps(self) -> dict[str, Any]:
         """Return {kind of operands: step} for the steps that the unit has, in the order of KINDS.
 
@@ -282,6 +292,7 @@ class Unit:
         return {kind: getattr(self, kind) for kind in KINDS if getattr(self, kind) is not None}
 
 
+UNITS: dict[str, Unit] = {}  # {id: unit}: the table, which is filled below
 KINDS = ("float16", "bfloat16", "tf32", "fp8", "fp8_fnuz", "fp6_fp4", "mx", "fp4", "int8")
 _STEP_TYPES: dict[str, tuple[type, ...]] = {kind: (DotAdd,) for kind in ("tf32", "mx", "fp4")} | {"int8": (IntegerAdd,)}
 _HALF_SUMS = ("float16", "fp8", "fp6_fp4")
@@ -309,8 +320,8 @@ def _half(step: DotAdd, zero_exponent: int) -> DotAdd:
     return replace(step, output_bits=10, zero_exponent=zero_exponent, output="float16")
 
 
-UNITS: Mapping[str, Unit] = {
-    unit.id: unit
+UNITS.update(
+    (unit.id, unit)
     for unit in (
         Unit(
             "sm100",
@@ -333,8 +344,9 @@ UNITS: Mapping[str, Unit] = {
             fp8=DotAdd(k=32, fraction_bits=13, output_bits=13, zero_exponent=-133),
             int8=IntegerAdd(),
             checked="on an H100: cuBLASLt's products of E4M3 with E4M3 and with E5M2 (fast accumulation, and slow"
-            " accumulation as promote=128), of float16, bfloat16 and int8, and of TF32 as promote=32 or 64; on an H200:"
-            f" {_DRAWN} of float16, bfloat16, TF32 and integers; on both 25,000 published sums of all but integers",
+            " accumulation as promote=128), of float16, bfloat16 and int8, and of TF32 as promote=32 or promote=64;"
+            f" on an H200: {_DRAWN} of float16, bfloat16, TF32 and integers; on both 25,000 published sums of all but"
+            " integers",
         ),
         *(
             Unit(
@@ -405,7 +417,7 @@ UNITS: Mapping[str, Unit] = {
             for order in get_args(Order)
         ),
     )
-}
+)
 
 
 def unit(id: str) -> Unit:

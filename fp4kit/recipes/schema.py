@@ -6,8 +6,8 @@ A rule is a small function in fp4kit/reference/, the specification. A recipe ref
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import dataclass, fields, replace
+from functools import cache, lru_cache
 from typing import Any, Literal, NamedTuple
 
 from fp4kit.formats import BlockFormat, ElementFormat
@@ -169,7 +169,8 @@ class Recipe:
     """One producer's complete arithmetic for a format: how it computes scales, codes and decoded values.
 
     Two recipes with equal fields are equal, in any process. To make a variant, use dataclasses.replace:
-    `replace(recipe("mxfp4-ocp"), block=(1, 16))`. recipes/rules.py lists the names of rules and which of them fit
+    `replace(recipe("mxfp4-ocp"), block=(1, 16))`. A variant loses source, exact and versions, which speak of the
+    recipe in the table alone, unless you state others. recipes/rules.py lists the names of rules and which of them fit
     together.
 
     Attributes:
@@ -179,8 +180,8 @@ class Recipe:
         block: (rows, columns) of the elements that share a block scale, or a tensor_scale with tensor_scaling "block".
             Columns run along the quantized axis. None if there are no blocks.
         block_rule: name of the rule that computes the block scale, or None.
-        source: the producer, its version, and the file or function.
-        exact: what the recipe equals bit for bit, and the exceptions.
+        source: the producer, its version, and the file or function; "" if none is stated.
+        exact: what the recipe equals bit for bit, and the exceptions; "" if it was compared with nothing.
         versions: the oldest version of the producer known to give these bits, and the newest that was checked. None if
             they are not recorded. This field has no effect on results.
         tensor_scaling: what one tensor_scale covers: "none", "tensor", "row" (channel) or "block".
@@ -283,6 +284,8 @@ class Recipe:
         if self.nan_code is not None:
             object.__setattr__(self, "nan_code", as_integer(self.id, "nan_code", self.nan_code))
         check_recipe(self)
+        for name, value in _own_texts(self):
+            object.__setattr__(self, name, value)
 
     def __repr__(self) -> str:
         """Return "Recipe('id')", or for a variant of a listed recipe, "Recipe('id with field=value')"."""
@@ -408,6 +411,32 @@ class Recipe:
     def format_name(self) -> str:
         """The id up to its first hyphen, in capitals, such as NVFP4 or MXFP4."""
         return self.id.split("-", 1)[0].upper()
+
+
+ALL_RECIPES: dict[str, Recipe] = {}  # {id: recipe}: the table, which table.py fills
+TEXTS = {"source": "", "exact": "", "versions": None}  # {field that changes no bit: its value if nothing is claimed}
+
+
+@cache
+def _stated(name: str) -> set[Any]:
+    """Return the values that a field of TEXTS has in the table, and the one that claims nothing."""
+    return {TEXTS[name], *(getattr(r, name) for r in ALL_RECIPES.values())}
+
+
+def _own_texts(r: Recipe) -> Iterator[tuple[str, Any]]:
+    """Yield (field, value) pairs that turn the texts of another recipe of the table into the claims of r."""
+    listed = ALL_RECIPES.get(r.id)
+    if listed and any(getattr(r, name) != getattr(listed, name) for name in _arithmetic()):
+        listed = None
+    if ALL_RECIPES and (listed is None or r.exact != listed.exact):
+        for name, none in TEXTS.items():
+            if getattr(r, name) in _stated(name):
+                yield name, getattr(listed, name, none)
+
+
+@cache
+def _arithmetic() -> tuple[str, ...]:
+    return tuple(field.name for field in fields(Recipe) if field.name not in TEXTS)
 
 
 def producer_of(id: str) -> str:

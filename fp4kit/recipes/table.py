@@ -13,7 +13,17 @@ from typing import Any, Literal
 from fp4kit.arguments import as_word, explains_calls, suggestion
 from fp4kit.formats import BNB_FP4, ELEMENT_FORMATS, IF4, MX4, NF4, Codebook, ElementFormat
 from fp4kit.recipes import ascend, local, nvidia, pytorch, serving, training
-from fp4kit.recipes.schema import PRODUCERS, Alias, Level, Recipe, as_levels, check_engines, is_simple
+from fp4kit.recipes.schema import (
+    ALL_RECIPES,
+    PRODUCERS,
+    TEXTS,
+    Alias,
+    Level,
+    Recipe,
+    as_levels,
+    check_engines,
+    is_simple,
+)
 
 _PRODUCERS = (  # within a format, their order is that of recipes()
     *(pytorch.ocp, nvidia.te, nvidia.flashinfer, nvidia.modelopt, pytorch.torchao, pytorch.compressed_tensors),
@@ -27,7 +37,7 @@ _FORMATS = "NVFP4 NVINT4 IF4 MXFP4 MXFP6 MXFP8 FP8 FP4 INT8 INT4 HIF4 HIFX3 HIFX
 _made = [made for define in _PRODUCERS for made in define()]
 _recipes = sorted((r for r in _made if isinstance(r, Recipe)), key=lambda r: _FORMATS.index(r.format_name))
 
-ALL_RECIPES: dict[str, Recipe] = {r.id: r for r in _recipes}
+ALL_RECIPES.update((r.id, r) for r in _recipes)
 # the recipes that every operation supports
 RECIPES: dict[str, Recipe] = {id: r for id, r in ALL_RECIPES.items() if is_simple(r)}
 # {id of the alias: Alias}, for aliases that name a producer whose codes and scales equal another producer's
@@ -188,14 +198,11 @@ def name_for_inputs(r: Recipe, scales: str | None, weights: Recipe | None = None
     return aliases[0] if aliases and is_listed(r) else r.id
 
 
-_TEXTS = ("source", "exact", "versions")  # fields that change no bit
-
-
 def title(r: Recipe) -> str:
     """Return the id of a recipe and, for a variant, the fields that it changes: "nvfp4-te with block=(1, 32)"."""
     listed = ALL_RECIPES.get(r.id, r)
     values = {field.name: getattr(r, field.name) for field in fields(r)}
-    changed = [f"{k}={value}" for k, value in values.items() if k not in _TEXTS and value != getattr(listed, k)]
+    changed = [f"{k}={value}" for k, value in values.items() if k not in TEXTS and value != getattr(listed, k)]
     return f"{r.id} with {', '.join(changed)}" if changed else r.id
 
 

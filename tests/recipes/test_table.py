@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 from dataclasses import fields, replace
+from itertools import product
 from pathlib import Path
 
 import ml_dtypes
@@ -26,12 +27,15 @@ from fp4kit.evidence.golden.rows import ROWS
 from fp4kit.evidence.testing import assert_same_bits
 from fp4kit.formats import BNB_FP4, E2M1, E3M2, E4M3, E8M0, INT4, INT8, NF4, Codebook, ElementFormat, bit_patterns
 from fp4kit.recipes import ALIASES, PRODUCER_ALIASES, RECIPES, Recipe, recipe, rules
-from fp4kit.recipes.schema import EVIDENCE, Versions, as_stored, fields_of, of_format, searching
+from fp4kit.recipes.schema import EVIDENCE, TEXTS, Versions, as_stored, fields_of, of_format, searching
 from fp4kit.recipes.table import ALL_RECIPES, as_data, from_data, from_spec, to_spec
 from fp4kit.reference.block_rules import BLOCK_RULES
 from fp4kit.reference.dequantize import DECODE_RULES
 from fp4kit.reference.fake import FAKE_RULES
 from fp4kit.reference.tensor_rules import TENSOR_RULES
+from fp4kit.units import KINDS, UNITS
+from fp4kit.units import from_spec as unit_from_spec
+from fp4kit.units import to_spec as unit_spec
 
 recipes = together("r", RECIPES.values(), ids=lambda r: r.id)
 FORMATS = {
@@ -130,8 +134,46 @@ def test_versions_change_no_bit_and_survive_storage():
     assert pickle.loads(pickle.dumps(other)) == other
     x = np.random.default_rng(0).standard_normal((4, 64), np.float32)
     assert fp4kit.quantize(x, other).packed.tobytes() == fp4kit.quantize(x, r).packed.tobytes()
-    assert replace(r, block=(1, 16)).versions == r.versions
     assert "versions" not in str(replace(r, versions=None))
+
+
+def _variants(table, texts):
+    """Yield (name of a field, record of the table, its variant with a value that another record has there)."""
+    names = [one.name for one in fields(next(iter(table.values()))) if one.name not in texts]
+    for name, r in product(names, [*table.values()][:: max(len(table) // 130, 1)]):
+        for value in {getattr(other, name) for other in table.values()} - {getattr(r, name)}:
+            try:
+                variant = replace(r, **{name: f"my-{value}" if name == "id" else value})
+            except ValueError:
+                continue
+            yield name, r, variant
+            break
+
+
+def test_a_variant_claims_nothing_that_is_said_of_a_recipe_in_the_table():
+    varied = set()
+    for name, r, other in _variants(ALL_RECIPES, TEXTS):
+        varied.add(name)
+        assert {text: getattr(other, text) for text in TEXTS} == TEXTS and not other.evidence, (name, r.id)
+        assert not any(word in str(other) for word in (r.exact, r.source, "  versions")), (name, r.id)
+        assert pickle.loads(pickle.dumps(other)) == from_spec(to_spec(other)) == other
+        again = replace(other, **{name: getattr(r, name)})
+        assert again == r and hash(again) == hash(r) and again.exact == r.exact
+        own = replace(other, **(stated := {"source": "mine", "exact": "nothing", "versions": ("1", "2")}))
+        assert {text: getattr(own, text) for text in TEXTS} == stated and from_spec(to_spec(own)) == own
+    # A producer's rules take one format of scales
+    assert varied == {one.name for one in fields(Recipe)} - {*TEXTS, "scale"}
+
+
+def test_a_variant_of_a_unit_claims_nothing_that_was_checked_of_the_unit():
+    varied = set()
+    for name, u, other in _variants(UNITS, ("checked",)):
+        varied.add(name)
+        assert other.checked == "no" and "checked   no\n" in f"{other}\n" and unit_from_spec(unit_spec(other)) == other
+        assert replace(other, **{name: getattr(u, name)}) == u and replace(other, checked="by me").checked == "by me"
+    assert varied >= {*KINDS, "id", "order"}
+    slow = replace(UNITS["sm90"], promote=128)  # sm90 says that this was compared
+    assert slow.checked == UNITS["sm90"].checked and replace(slow, promote=256).checked == "no"
 
 
 def test_aliases():

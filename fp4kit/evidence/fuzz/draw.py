@@ -107,9 +107,9 @@ class DrawnProduct:
 
 
 def changes_of(u: Unit) -> dict[str, Any]:
-    """Return {field: value} for the fields of the matrix unit ``u`` that differ from UNITS[u.id]."""
-    base = UNITS[u.id]
-    return {f.name: getattr(u, f.name) for f in fields(Unit) if getattr(u, f.name) != getattr(base, f.name)}
+    """Return {field: value} for the fields of the matrix unit ``u`` that differ from UNITS[u.id], without `checked`."""
+    names = [one.name for one in fields(Unit) if one.name != "checked"]
+    return {name: getattr(u, name) for name in names if getattr(u, name) != getattr(UNITS[u.id], name)}
 
 
 # ---- matrix products ----
