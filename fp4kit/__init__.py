@@ -188,7 +188,6 @@ FUNCTIONS.update(  # methods of Quantized and Recipe call these functions; see l
         "Quantized.__str__": text_of,
         "Quantized._repr_html_": html_of,
         "Recipe.panel": panel,
-        "Recipe.title": lambda recipe: import_module("fp4kit.recipes.table").title(recipe),
         "Recipe.evidence": lambda recipe: import_module("fp4kit.evidence.live.run").evidence_of(recipe),
         "parity.open": lambda *arguments: import_module("fp4kit.checkpoint.contract").opened(*arguments),
         "parity.live": lambda model, recipe=None: import_module("fp4kit.torch.live").of_module(model, recipe=recipe),

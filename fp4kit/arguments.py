@@ -11,6 +11,7 @@ import operator
 import sys
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import fields
 from difflib import get_close_matches
 from functools import wraps
 from inspect import Parameter, signature
@@ -33,6 +34,13 @@ def written(value: Any) -> str:
     if isinstance(value, tuple) and any(isinstance(one, slice) or one is Ellipsis for one in value):
         return ", ".join(map(written, value))
     return f"{value!r:.60}"
+
+
+def title_of(record: Any, listed: Any, texts: Collection[str]) -> str:
+    """Return the id of a dataclass and, if ``listed`` has this id but other values, the fields that differ."""
+    names = [] if listed in (None, record) else [one.name for one in fields(record) if one.name not in texts]
+    changed = [f"{k}={getattr(record, k)}" for k in names if getattr(record, k) != getattr(listed, k)]
+    return f"{record.id} with {', '.join(changed)}" if changed else str(record.id)
 
 
 def index_of(value: Any) -> int:

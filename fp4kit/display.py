@@ -16,7 +16,7 @@ from fp4kit.layouts import unpack, unswizzle_scales
 from fp4kit.quantized.container import PARTS, Quantized
 from fp4kit.recipes import ALIASES, ALL_RECIPES, PRODUCER_ALIASES, Recipe
 from fp4kit.recipes.schema import EVIDENCE
-from fp4kit.recipes.table import is_listed, title
+from fp4kit.recipes.table import is_listed
 from fp4kit.reference.codec import exponent_bits
 
 Row = tuple[str, ...]
@@ -293,7 +293,7 @@ def quantized_panel(q: Quantized) -> Panel:
     if found.saturated and isinstance(q.tensor_amax, np.ndarray) and not q.tensor_amax.any():
         facts.append(("note", "codes are not zero although tensor_amax is 0: x holds NaN, or tensor_amax was passed"))
     bars = by_exponent(found.scales, found.counts) if found.counts.sum() > 1 else ()
-    return Panel(f"Quantized {title(q.recipe)}", tuple(facts), heading="scales by exponent", bars=bars)
+    return Panel(f"Quantized {q.recipe.title}", tuple(facts), heading="scales by exponent", bars=bars)
 
 
 def _other_levels(q: Quantized) -> list[tuple[str, str]]:
@@ -368,7 +368,7 @@ def recipe_panel(r: Recipe) -> Panel:
         ("source", r.source),
         *((("versions", str(r.versions)),) if r.versions else ()),
     ]
-    return Panel(f"Recipe {title(r)}", tuple(fact for fact in facts if fact[1]))
+    return Panel(f"Recipe {r.title}", tuple(fact for fact in facts if fact[1]))
 
 
 def format_panel(f: ElementFormat) -> Panel:

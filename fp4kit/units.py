@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
 from typing import Any, Literal, get_args
 
-from fp4kit.arguments import suggestion
+from fp4kit.arguments import suggestion, title_of
 
 Order = Literal["exact", "float64", "float32-blocks", "dequantized", "mlx-cpu", "ggml-avx2", "ggml-avx2-repacked"]
 ORDERS: tuple[str, ...] = get_args(Order)
@@ -209,14 +209,14 @@ class Unit:
     checked: str = "no"
 
     def __repr__(self) -> str:
-        """Return Unit('id')."""
-        return f"Unit({self.id!r})"
+        """Return "Unit('id')", or for a variant of a listed unit, "Unit('id with field=value')"."""
+        return f"Unit({self.title!r})"
 
     def __str__(self) -> str:
-        """Return the id, what was compared with hardware, and the other fields, one per line."""
+        """Return the title, what was compared with hardware, and the other fields, one per line."""
         facts = {name: getattr(self, name) for name in ("checked", "order", "promote", "fp8_as")} | self.steps()
         return "\n".join(
-            [f"Unit {self.id}", *(f"  {name:10}{fact}" for name, fact in facts.items() if fact is not None)]
+            [f"Unit {self.title}", *(f"  {name:10}{fact}" for name, fact in facts.items() if fact is not None)]
         )
 
     def __post_init__(self) -> None:
@@ -283,6 +283,11 @@ class Unit:
         changed = {one.name for one in fields(self) if getattr(self, one.name) != getattr(listed, one.name)}
         is_stated = changed <= {"promote", "checked"} and f" promote={self.promote}" in listed.checked
         return listed.checked if changed <= {"checked"} or is_stated else "no"
+
+    @property
+    def title(self) -> str:
+        """The id and, for a variant of a listed unit, the fields that it changes: "sm90 with promote=128"."""
+        return title_of(self, UNITS.get(self.id), ("checked",))
 
     def steps(self) -> dict[str, Any]:
         """Return {kind of operands: step} for the steps that the unit has, in the order of KINDS.

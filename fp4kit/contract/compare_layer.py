@@ -439,7 +439,7 @@ def _settings(
     a, b = sides
     if a.recipe != b.recipe:
         what = ", ".join(recipe_difference(a.recipe, b.recipe))
-        setting, values = "recipe", (a.recipe.id, b.recipe.id)
+        setting, values = "recipe", (a.recipe.title, b.recipe.title)
         if a.recipe.id == b.recipe.id and containers[0] != containers[1] and only_decoding(a.recipe, b.recipe):
             setting, values = "container", (containers[0] or "none", containers[1] or "none")
         both = f"{values[0]} in {labels[0]} and {values[1]} in {labels[1]}"
@@ -486,7 +486,7 @@ def _worked(sides: tuple[Rows, Rows], at: tuple[int, int], row: int) -> Explanat
         if one.how is None or one.x is None or side_rows.has_nan(one.how.amax):
             return None
         steps.append(explain(one.x, one.how.recipe, at, tensor_amax=one.how.amax).steps[0])
-        names.append(f"{one.label} {one.how.recipe.id}")
+        names.append(f"{one.label} {one.how.recipe.title}")
     return Explanation((row, at[1]), tuple(names), tuple(steps))
 
 

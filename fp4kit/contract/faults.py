@@ -63,7 +63,7 @@ def with_making(
         return made
     rights = [(one, side_rows.made(x, one.recipe, one.amax)) for one in tried]
     for one, right in rights:
-        if fault := between(part, right, one.recipe.id):
+        if fault := between(part, right, one.recipe.title):
             return replace(found, how=one, step=fault.step, wrong=fault.text)
     if not isinstance(part, Quantized):
         made = side_rows.fake_making(found, x, part, tried)
@@ -349,8 +349,8 @@ def seen(compared: Sequence[Rows], recipes: Sequence[Recipe | None], found: Laye
         scale = one.part.tensor_scale if isinstance(one.part, Quantized) else None
         scales.append(None if scale is None or np.ndim(scale) else np.float32(scale).tobytes())
     unknown = [one.label for one in compared if one.how is None and not one.wrong]
-    recipe = tuple(r.id if r is not None else None for r in recipes)
-    makers = tuple(None if one.how is None else one.how.recipe.id for one in compared)
+    recipe = tuple(r.title if r is not None else None for r in recipes)
+    makers = tuple(None if one.how is None else one.how.recipe.title for one in compared)
     known = found.equal or not unknown or _is_named(found)
     return Seen((digests[0], digests[1]), (scales[0], scales[1]), recipe, all(plain), makers, known)
 

@@ -551,7 +551,7 @@ class _Check:
             quantizers.append(() if recipe is None else _input_quantizer(side, name, inputs))
         settings, units = [_operands(compared)], [side.contract.unit for side in self.sides if side.contract.unit]
         if units[0] != units[1]:
-            both = " and ".join(f"{unit.id} in {label}" for unit, label in zip(units, self.labels, strict=True))
+            both = " and ".join(f"{unit.title} in {label}" for unit, label in zip(units, self.labels, strict=True))
             settings.insert(0, f"unit {both}; use one unit on both sides")
         if quantizers[0] != quantizers[1]:
             settings.append(INPUTS_DIFFER)

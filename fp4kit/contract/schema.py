@@ -49,7 +49,7 @@ _MANY = 4  # at most this many entries of a list are shown
 def setting_text(value: Any) -> str:
     """Return a setting of a contract as text."""
     if isinstance(value, Recipe | Unit):
-        return value.id
+        return value.title
     if isinstance(value, tuple):
         parts = [_entry(one) for one in value[:_MANY]]
         more = f" and {len(value) - _MANY} more" if len(value) > _MANY else ""
@@ -117,7 +117,7 @@ def _entry(value: Any) -> str:
     if isinstance(value, str):
         return value
     if len(value) == 2 and (value[1] is None or isinstance(value[1], Recipe)):
-        return f"{value[0]}={'unquantized' if value[1] is None else value[1].id}"
+        return f"{value[0]}={'unquantized' if value[1] is None else value[1].title}"
     return "(" + " ".join(value) + ")"
 
 

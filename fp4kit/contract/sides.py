@@ -210,7 +210,7 @@ class Side:
         search = self.contract.scale_search
         why = "" if search is None else f"searches block scales ({search})"
         recipes = (self.contract.weights, *(r for _, r in self.contract.patterns))
-        random = next((r.id for r in recipes if r is not None and r.stochastic_only), None)
+        random = next((r.title for r in recipes if r is not None and r.stochastic_only), None)
         why = why if random is None else f"rounds weights stochastically ({random})"
         why = "does not know the recipe of weights" if "weights" in self.contract.unknown else why
         if why and self.stored is None and self.function is None:
@@ -727,7 +727,7 @@ def fake_making(found: Rows, x: np.ndarray, part: np.ndarray, tried: Sequence[Ar
         if not one.recipe.fake_only:
             values = faked(x, one.recipe, one.amax)
             if same(values.astype(np.float32), part.astype(np.float32)):
-                wrong = f"values are those of fake_quantize of {one.recipe.id}, which differ from its decoded codes"
+                wrong = f"values are those of fake_quantize of {one.recipe.title}, which differ from its decoded codes"
                 return replace(found, how=one, step="decode", wrong=wrong)
     return found
 

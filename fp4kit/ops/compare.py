@@ -24,7 +24,6 @@ from fp4kit.quantized.container import FACTS, Quantized
 from fp4kit.quantized.slicing import box_of
 from fp4kit.quantized.slicing import on_host as quantized_on_host
 from fp4kit.recipes import Recipe, recipe_of
-from fp4kit.recipes.table import title
 from fp4kit.types import Array, RecipeId
 
 BOX_ELEMENTS = 1 << 16  # temporaries of a box, up to 50 bytes per element, stay in the second-level cache
@@ -367,7 +366,7 @@ def _multiples(*operands: Any) -> list[int]:
 
 def _name(name: str, a: Any) -> str:
     """Return the name under which the table shows an argument: "a", or "a (mxfp4-ocp)" for a Quantized."""
-    return f"{name} ({title(a.recipe)})" if isinstance(a, Quantized) else name
+    return f"{name} ({a.recipe.title})" if isinstance(a, Quantized) else name
 
 
 def on_host(name: str, a: Any) -> Any:
@@ -578,7 +577,7 @@ def compare_recipes(
             if where is not None:
                 first[i, j] = first[j, i] = tuple(map(int, np.unravel_index(int(where.argmax()), where.shape)))
     codes, scales, tensor_scales, values = shares
-    ids = tuple(map(title, chosen))
+    ids = tuple(r.title for r in chosen)
     sqnr, largest, relative = np.array([_errors(array, parts[3].array) for parts in results]).T
     return RecipeComparison(ids, codes, scales, tensor_scales, values, first, sqnr, largest, relative, np.array(bits))
 

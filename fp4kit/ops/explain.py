@@ -63,7 +63,7 @@ class Explanation(Shown):
 
     Attributes:
         index: the index of the element.
-        recipes: the ids of the recipes.
+        recipes: the titles of the recipes: their ids and, for a variant, the fields that it changes.
         steps: one tuple of ExplainedStep per recipe, in the order in which its producer computes them.
             explanation[name] is the step of the first recipe with this name.
 
@@ -219,7 +219,7 @@ def explain(
             raise ValueError(
                 f"{OP}: {r.id} has blocks of {r.block_size} columns; hadamard needs a multiple of {HADAMARD_BLOCK}"
             )
-    return Explanation(at, tuple(call.recipe.id for call in calls), tuple(tuple(_explained(c, at)) for c in calls))
+    return Explanation(at, tuple(call.recipe.title for call in calls), tuple(tuple(_explained(c, at)) for c in calls))
 
 
 def _on_host(array: Any) -> Any:

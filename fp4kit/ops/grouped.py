@@ -222,7 +222,7 @@ class GroupedPlan:
 
     def __repr__(self) -> str:
         """Return the number of arrays and the recipe."""
-        return f"GroupedPlan({len(self._inputs['xs'].entries)} arrays, {self.recipe.id})"
+        return f"GroupedPlan({len(self._inputs['xs'].entries)} arrays, {self.recipe.title})"
 
     def refresh(self, xs: Any = None, *, tensor_amax: Any = None, block_amax: Any = None) -> None:
         """Make the plan again for the current entries of its sequences, for example after a tensor was replaced.

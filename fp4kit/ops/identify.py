@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import astuple, dataclass, fields, replace
+from dataclasses import astuple, dataclass, replace
 from importlib import import_module
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -40,7 +40,7 @@ class Match:
     """The result of trying one recipe on a quantized array: how many bytes, codes and scales it reproduces.
 
     Attributes:
-        recipe: name of the recipe, as name_of gives it.
+        recipe: title of the recipe.
         equal: how many bytes of codes and block scales are equal. Tensor scales are not counted.
         total: how many bytes were compared.
         codes_differ: how many codes differ.
@@ -60,13 +60,6 @@ class Match:
     def fraction(self) -> float:
         """Share of equal bytes; 1 if there are no bytes."""
         return self.equal / self.total if self.total else 1.0
-
-
-def name_of(r: Recipe) -> str:
-    """Return the id of a recipe, followed by the fields in which it differs from the table's recipe with this id."""
-    base = ALL_RECIPES.get(r.id, r)
-    changed = [f.name for f in fields(r) if getattr(r, f.name) != getattr(base, f.name)]
-    return r.id + "".join(f"{', ' if i else ' with '}{name}={getattr(r, name)!r}" for i, name in enumerate(changed))
 
 
 def best_match(
@@ -90,7 +83,7 @@ def match_under(q: Quantized, x: Any, r: Recipe, amax: np.ndarray | None, hadama
     scales_differ, total = int(np.count_nonzero(scales)), q.packed.size + scales.size
     equal = total - int(np.count_nonzero(made.packed != q.packed)) - scales_differ
     codes_differ = int(np.count_nonzero(unpacked(made.packed ^ q.packed, r.element.packing)))
-    return Match(name_of(r), equal, total, codes_differ, scales_differ)
+    return Match(r.title, equal, total, codes_differ, scales_differ)
 
 
 MAX_NEIGHBORS = 16  # the most amaxes that are tried for one tensor scale
@@ -548,7 +541,7 @@ def _variations(whole: CandidateAmaxes, candidates: Sequence[Recipe]) -> Iterato
         for hadamard in transforms if stochastic else [hadamard for hadamard in transforms if hadamard]:
             for r in recipes:
                 if _fits_probe(probe, part, r, hadamard, stochastic) and _fits_all(whole, r, hadamard, stochastic):
-                    yield Variation(name_of(r), hadamard, stochastic)
+                    yield Variation(r.title, hadamard, stochastic)
 
 
 def _has_signs_of(q: Quantized, x: np.ndarray, hadamard: Hadamard) -> bool:

@@ -357,8 +357,8 @@ class ErrorBudget(Shown):
             quantized operands.
         rounding: ratio of the error of rounding the unit's float32 result to out_dtype.
         total: ratio of the sum of all errors: the result compared with the product of the unquantized x and w.
-        recipe_x: id of the recipe of x.
-        recipe_w: id of the recipe of w.
+        recipe_x: title of the recipe of x.
+        recipe_w: title of the recipe of w.
         unit: id of the matrix unit.
         out_dtype: name of the dtype of the result.
         shape: (M, N, K), for x of shape (M, K) and w of shape (N, K).
@@ -492,9 +492,9 @@ def error_budget(
     ratios: dict[str, Any] = dict(zip(_RATIOS, (decibels(signal, e) for e in noise), strict=True))
     return ErrorBudget(
         **ratios,
-        recipe_x=s.recipe_x.id,
-        recipe_w=s.recipe_w.id,
-        unit=s.unit.id,
+        recipe_x=s.recipe_x.title,
+        recipe_w=s.recipe_w.title,
+        unit=s.unit.title,
         out_dtype=s.out_dtype.name,
         shape=(x.shape[0], w.shape[0], x.shape[1]),
     )

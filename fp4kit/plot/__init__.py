@@ -84,7 +84,7 @@ def histogram(q: Quantized, *, ax: Any = None) -> Any:
             bar.set(hatch="///", facecolor=ORANGE)
     ticks = positions[:: 1 if few else len(values) // 12]
     ax.set_xticks(ticks, [f"{values[i]:.3g}" for i in ticks], rotation=90 if len(ticks) > 15 else 0)
-    ax.set(xlabel=f"value of {element.name} (hatched: the largest)", ylabel="share of elements", title=q.recipe.id)
+    ax.set(xlabel=f"value of {element.name} (hatched: the largest)", ylabel="share of elements", title=q.recipe.title)
     without_frame(ax)
     return ax
 
@@ -575,7 +575,7 @@ def block(
     for r in recipes:
         amax = amax_for(r, tensor_amax)
         shared, steps = _divided([explain(array, r, (*at[:-1], j), tensor_amax=amax) for j in columns])
-        title.append(f"{r.id}\n{shared}")
+        title.append(f"{r.title}\n{shared}")
         for name, numbers in steps.items():
             if name != "element" or not rows:
                 first = rows.get(_label(name, recipes[0], recipes), numbers)
@@ -598,7 +598,7 @@ def block(
 def _label(name: str, r: Recipe, recipes: Sequence[Recipe]) -> str:
     """Return the label of a row in a table of steps: the name of the step, and the recipe if there are several."""
     # The row "element" never names a recipe, because all recipes share that row.
-    return name if len(recipes) == 1 or name == "element" else f"{name}, {r.id}"
+    return name if len(recipes) == 1 or name == "element" else f"{name}, {r.title}"
 
 
 def _draw_rows(ax: Any, numbers: np.ndarray, differs: np.ndarray, rotation: int) -> None:

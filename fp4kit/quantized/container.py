@@ -27,7 +27,6 @@ from fp4kit.lazy import FUNCTIONS
 from fp4kit.recipes import Recipe, recipe_of
 from fp4kit.recipes.rules import STORES_DIVISOR
 from fp4kit.recipes.schema import check_one_level, tensor_scale_dtype
-from fp4kit.recipes.table import title
 from fp4kit.types import ScaleLayout
 
 # tensor rules that give a number even for a NaN amax
@@ -783,7 +782,7 @@ class Quantized:
         except (TypeError, AttributeError):  # in a tree of shapes, shardings, ... the parts are not arrays
             bits = ""
         return (
-            f"Quantized({title(self.recipe)}, shape={self.shape}, dtype={self.dtype}, axis={self.axis}, "
+            f"Quantized({self.recipe.title}, shape={self.shape}, dtype={self.dtype}, axis={self.axis}, "
             f"scale_layout={self.scale_layout!r}{bits})"
         )
 

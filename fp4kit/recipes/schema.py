@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cache, lru_cache
 from typing import Any, Literal, NamedTuple
 
+from fp4kit.arguments import title_of
 from fp4kit.formats import BlockFormat, ElementFormat
 from fp4kit.lazy import FUNCTIONS
 from fp4kit.recipes import rules
@@ -289,7 +290,7 @@ class Recipe:
 
     def __repr__(self) -> str:
         """Return "Recipe('id')", or for a variant of a listed recipe, "Recipe('id with field=value')"."""
-        return f"Recipe({FUNCTIONS['Recipe.title'](self)!r})"
+        return f"Recipe({self.title!r})"
 
     def __str__(self) -> str:
         """Return a description of the recipe in several lines of text, which print() shows."""
@@ -301,6 +302,11 @@ class Recipe:
 
     def __hash__(self) -> int:
         return hash(self.id)  # equal recipes have equal ids; hashing all fields would double the time of a cache lookup
+
+    @property
+    def title(self) -> str:
+        """The id and, for a variant of a listed recipe, the fields that it changes: "nvfp4-te with block=(1, 32)"."""
+        return title_of(self, ALL_RECIPES.get(self.id), TEXTS)
 
     @property
     def block_size(self) -> int:

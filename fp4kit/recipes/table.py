@@ -16,7 +16,6 @@ from fp4kit.recipes import ascend, local, nvidia, pytorch, serving, training
 from fp4kit.recipes.schema import (
     ALL_RECIPES,
     PRODUCERS,
-    TEXTS,
     Alias,
     Level,
     Recipe,
@@ -196,14 +195,6 @@ def name_for_inputs(r: Recipe, scales: str | None, weights: Recipe | None = None
     end = "-static" if scales == "static" else f"-{weights.producer}-token" if weights is not None else r.id
     aliases = [name for name, id in ALIASES.items() if id == r.id and name.endswith(end)]
     return aliases[0] if aliases and is_listed(r) else r.id
-
-
-def title(r: Recipe) -> str:
-    """Return the id of a recipe and, for a variant, the fields that it changes: "nvfp4-te with block=(1, 32)"."""
-    listed = ALL_RECIPES.get(r.id, r)
-    values = {field.name: getattr(r, field.name) for field in fields(r)}
-    changed = [f"{k}={value}" for k, value in values.items() if k not in TEXTS and value != getattr(listed, k)]
-    return f"{r.id} with {', '.join(changed)}" if changed else r.id
 
 
 def _reduce(r: Recipe) -> tuple[Any, ...]:

@@ -174,7 +174,7 @@ def test_variants() -> None:
     x = ordinary(1)
     own = replace(RECIPES["mxfp4-ocp"], rounding="rz")
     found = fp4kit.identify(fp4kit.quantize(x, own), x)
-    assert found.verdict == "mxfp4-ocp with rounding='rz' made these bytes"
+    assert found.verdict == "mxfp4-ocp with rounding=rz made these bytes"
     wide = replace(RECIPES["mxfp4-ocp"], block=(1, 64))
     made = fp4kit.quantize(x, replace(RECIPES["mxfp4-te"], block=(1, 64)))
     found = fp4kit.identify(replace(made, recipe=wide), x)

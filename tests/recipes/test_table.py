@@ -165,6 +165,20 @@ def test_a_variant_claims_nothing_that_is_said_of_a_recipe_in_the_table():
     assert varied == {one.name for one in fields(Recipe)} - {*TEXTS, "scale"}
 
 
+def test_every_report_says_what_a_variant_changes():
+    rz, slow = replace(RECIPES["nvfp4-te"], rounding="rz"), replace(UNITS["sm90"], promote=128)
+    x, both = np.random.default_rng(0).standard_normal((16, 128), np.float32), ["nvfp4-te", rz]
+    q, contract = fp4kit.quantize(x, rz), fp4kit.Contract(patterns=[("*.down_proj", rz)], unit=slow)
+    explained, fp8 = fp4kit.explain(x, both, (0, 0)), replace(RECIPES["fp8-modelopt"], sign="negative")
+    reports = [rz, q, fp4kit.compare(q, q), fp4kit.compare_recipes(x, both), explained, contract, fp4kit.identify(q, x)]
+    reports += [fp4kit.plot.histogram(q).get_title(), fp4kit.plot.block(x, rz, (0, 0)).get_title(loc="left")]
+    for text in (*map(str, reports), *map(repr, (rz, q, explained)), str(fp4kit.Contract(rz).diff(contract))):
+        assert "nvfp4-te with rounding=rz" in text
+    budget = str(fp4kit.error_budget(x, x, fp8, unit=slow))
+    assert f"weight, {fp8.title} " in budget and "accumulation, sm90 with promote=128 " in budget
+    assert slow.title in repr(slow) and slow.title in str(slow) and f"unit: {slow.title}" in str(contract)
+
+
 def test_a_variant_of_a_unit_claims_nothing_that_was_checked_of_the_unit():
     varied = set()
     for name, u, other in _variants(UNITS, ("checked",)):

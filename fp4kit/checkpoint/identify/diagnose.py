@@ -24,7 +24,7 @@ from fp4kit.checkpoint.model.doubts import LOST_SCALES
 from fp4kit.checkpoint.model.statistics import amax_and_nonfinite, sqnr_db
 from fp4kit.formats import E4M3, FLOATS, ElementFormat
 from fp4kit.layouts import packed, unpacked
-from fp4kit.ops.identify import candidates_of, either, name_of, ranked
+from fp4kit.ops.identify import candidates_of, either, ranked
 from fp4kit.ops.quantize import quantize
 from fp4kit.ops.transforms import unswizzle
 from fp4kit.quantized.container import Quantized
@@ -300,7 +300,7 @@ def _explain_source(evidence: LayerEvidence, unnamed: bool, earlier: Earlier) ->
     codes, scales = layer.codes.size, layer.block_scale.size
     if is_zero and layer.blank:
         # The tensor scale is ignored, because converters write 1 for such layers while recipes give different numbers.
-        recipes = tuple(map(name_of, candidates_of(layer.recipe)))
+        recipes = tuple(r.title for r in candidates_of(layer.recipe))
         return _diagnosis(MatchCount(codes, scales, codes + scales), "all zeros, as the source", recipes, blank=True)
     if not is_zero and layer.has_zero_codes and layer.block_scale.min() != layer.block_scale.max():
         return _diagnosis(MatchCount(total=codes + scales), ZERO_CODES, cause=ZERO_CODES)
@@ -380,7 +380,7 @@ def _nearest_or_cause(plain: Layout, trial: SampleVerdict, unnamed: bool, is_lik
     assert trial.nearest is not None  # because every format has a recipe to compare with
     layer, x = plain.evidence.layer, plain.evidence.x
     tally, mishaps = hypotheses.count_matches(trial.nearest), "; ".join(trial.nearest.mishaps)
-    text = f"nearest is {name_of(trial.nearest.recipe)} with {percent(tally.share)} of bytes"
+    text = f"nearest is {trial.nearest.recipe.title} with {percent(tally.share)} of bytes"
     text += f", if {mishaps}" * bool(mishaps)
     text = (_variation(plain) if unnamed else None) or text
     scale = layer.recipe.scale
@@ -427,7 +427,7 @@ def _explained_under_stored_scales(plain: Layout, trial: SampleVerdict) -> Diagn
     # If only a scale is damaged, the recipe still reproduces the codes of its block, so all codes match.
     if nearest.share > DAMAGED_SHARE and nearest.codes == every.codes:
         return None
-    name, names, how = name_of(trial.nearest.recipe), [r.id for r in found], MadeBy((trial.nearest.recipe, *found))
+    name, names, how = trial.nearest.recipe.title, [r.id for r in found], MadeBy((trial.nearest.recipe, *found))
     count = known_methods.blocks_of_equal_error(trial.nearest)
     if count is not None:
         text = f"{name} made these bytes; in {count:,} blocks it chose another scale with an equal error"
@@ -441,7 +441,7 @@ def _explained_under_stored_scales(plain: Layout, trial: SampleVerdict) -> Diagn
         return _diagnosis(codes_only, text, cause=text, method="searched scales", searched=True, how=how)
     if wider := known_methods.wide_blocks(plain, found):
         return _with_fault(*wider, every)
-    whose = either(tuple(name_of(r) for r in found[:3]))
+    whose = either(tuple(r.title for r in found[:3]))
     rule = "the stored block scales, which no rule known to fp4kit gives"
     text = f"searched scales: codes are those of {whose} under {rule}"
     if nearest.share > DAMAGED_SHARE:
@@ -452,7 +452,7 @@ def _explained_under_stored_scales(plain: Layout, trial: SampleVerdict) -> Diagn
 
 def _with_fault(recipes: tuple[Recipe, ...], fault: str, tally: MatchCount) -> Diagnosis:
     """Return the explanation that recipes made all bytes, but for a fault in their arithmetic."""
-    names = tuple(dict.fromkeys(name_of(r) for r in recipes))
+    names = tuple(dict.fromkeys(r.title for r in recipes))
     text = f"{either(names)} made these bytes, with a fault: {fault}"
     return _diagnosis(tally, text, names, mishap=fault, how=MadeBy(recipes))
 
@@ -477,7 +477,7 @@ def _other_codes_under_scales(plain: Layout, trial: SampleVerdict, unnamed: bool
     recipes = tuple(dict.fromkeys(h.recipe for h, _ in whole))
     if fault := known_methods.unrounded_scales(plain):
         return _with_fault(recipes, fault, tally)
-    names = tuple(dict.fromkeys(map(name_of, recipes)))
+    names = tuple(dict.fromkeys(r.title for r in recipes))
     whose = either(names[:3]) if len(names) <= 3 else f"{', '.join(names[:3])} and {len(names) - 3} more recipes"
     share = max(100 * t.codes / max(layer.codes.size, 1) for _, t in whole)
     by_gptq = known_methods.fit_of(layer, x).has_signal and known_methods.is_gptq(layer, x)
@@ -540,7 +540,7 @@ def _explained(fitting: list[Hypothesis], tally: MatchCount, blank: bool = False
         by_kind.setdefault(without_numbers("; ".join(one.mishaps)), []).append(one)
     texts = ["; ".join(same[0].mishaps) for same in by_kind.values()]
     same = next(iter(by_kind.values()))
-    recipes = tuple(dict.fromkeys(name_of(h.recipe) for h in same))
+    recipes = tuple(dict.fromkeys(h.recipe.title for h in same))
     sentence = f"{either(recipes)} made these bytes" + " (they agree on this layer)" * (len(recipes) > 1)
     if texts[0]:
         sentence += f"; then: {texts[0]}" + "".join(f" (or: {text})" for text in texts[1:2])

@@ -583,7 +583,7 @@ def execute(prepared: Verification, options: Options | None = None) -> VerifyRep
             issues.append(Issue("error", name, "bytes of a copied tensor that differ from the source", count=count))
     settings, recipes = prepared.settings, None
     if settings.recipe is not None and any(check.stored.container is not None for check in prepared.checks):
-        recipes = ", ".join([settings.recipe.id, *(f"{pattern}={one.id}" for pattern, one in settings.patterns)])
+        recipes = ", ".join([settings.recipe.title, *(f"{pattern}={one.title}" for pattern, one in settings.patterns)])
     return VerifyReport(
         prepared.root,
         prepared.source,
@@ -739,7 +739,7 @@ def _differing(layer: LayerReport, used: Recipe | None, search: ScaleSearch | No
     scales = f" with scales {search.words}" if search is not None else ""
     expected = "the source"
     if used is not None and layer.action not in _WITHOUT_RECIPE:
-        expected = f"the source encoded with {used.id}{scales}"
+        expected = f"the source encoded with {used.title}{scales}"
     parts = {"codes": layer.codes, "block scales": layer.scales, "tensor scales, input scales or values": layer.others}
     for name, (different, _) in parts.items():
         if different:

@@ -669,7 +669,7 @@ def test_few_or_many_given_scales(changed: int) -> None:
 
 
 def test_auto_rounds_search_for_mxfp8() -> None:
-    recipe = "mxfp8-auto-round with search='auto_round_powers'"
+    recipe = "mxfp8-auto-round with search=auto_round_powers"
     x = weight()
     q = quantize(x, replace(RECIPES["mxfp8-auto-round"], search="auto_round_powers"))
     assert explain(layer_of(q), x).recipe == recipe
