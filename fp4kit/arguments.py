@@ -36,6 +36,17 @@ def written(value: Any) -> str:
     return f"{value!r:.60}"
 
 
+def with_article(name: str) -> str:
+    """Return the name of a type after "a" or "an", as it is spoken: "an int", "a Unit"."""
+    return f"{'an' if name.lower().startswith((*'aeio', 'nd')) else 'a'} {name}"
+
+
+def a_type(value: Any, module: bool = False) -> str:
+    """Return the type of a value as text, such as "an int". If ``module``, its module comes first: "a torch.Tensor"."""
+    kind = type(value)
+    return with_article(f"{kind.__module__}.{kind.__qualname__}" if module else kind.__name__)
+
+
 def title_of(record: Any, listed: Any, texts: Collection[str]) -> str:
     """Return the id of a dataclass and, if ``listed`` has this id but other values, the fields that differ."""
     names = [] if listed in (None, record) else [one.name for one in fields(record) if one.name not in texts]
@@ -227,7 +238,7 @@ def as_mapping(op: str, name: str, value: Any) -> Mapping[Any, Any]:
     """Return an argument that is a mapping, such as a dict, unchanged. Raise TypeError for anything else."""
     if isinstance(value, Mapping):
         return value
-    raise TypeError(f"{op}: {name} is a {type(value).__name__}; needs a mapping, such as a dict")
+    raise TypeError(f"{op}: {name} is {a_type(value)}; needs a mapping, such as a dict")
 
 
 def as_entries(op: str, name: str, value: Any) -> Any:
@@ -240,7 +251,7 @@ def as_entries(op: str, name: str, value: Any) -> Any:
     try:
         return list(value)
     except TypeError:
-        raise TypeError(f"{op}: {name} is a {type(value).__name__}; needs a sequence of arrays") from None
+        raise TypeError(f"{op}: {name} is {a_type(value)}; needs a sequence of arrays") from None
 
 
 def as_path(op: str, path: Any) -> Path:

@@ -278,7 +278,7 @@ def as_float64(op: str, x: Any) -> np.ndarray:
     except (TypeError, ValueError, RuntimeError) as error:
         kind = f"{type(x).__module__}.{type(x).__qualname__}"
         raise TypeError(
-            f"{op}: x is a {kind}, which NumPy cannot read; needs a number or a NumPy array on the host"
+            f"{op}: x has the type {kind}, which NumPy cannot read; needs a number or a NumPy array on the host"
         ) from error
     narrow = array.dtype.kind == "V" and "float" in array.dtype.name  # a float of ml_dtypes
     if not narrow and (array.dtype.kind not in "fiu" or array.dtype.itemsize > 8):

@@ -26,7 +26,7 @@ import numpy.typing as npt
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from fp4kit.arguments import as_entries, as_flag, as_float32, as_index, as_path, as_safetensors_path, as_word
+from fp4kit.arguments import a_type, as_entries, as_flag, as_float32, as_index, as_path, as_safetensors_path, as_word
 from fp4kit.arithmetic import ieee
 from fp4kit.arrays.imports import cupy, import_arrays, on_device, to_host
 from fp4kit.formats import E4M3, NVFP4
@@ -638,7 +638,7 @@ class Collector:
         members = as_entries("merge", "collectors", collectors)
         for member in members:
             if not isinstance(member, Collector):
-                raise TypeError(f"merge: collectors has a {type(member).__name__}; needs Collectors")
+                raise TypeError(f"merge: collectors has {a_type(member)}; needs Collectors")
         if len({member.histogram for member in members}) != 1:
             state = "some without histograms" if members else "none"
             raise ValueError(f"merge: collectors are {state}; needs one or more, all with histograms or all without")

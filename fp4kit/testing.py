@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from fp4kit.arguments import warn
+from fp4kit.arguments import a_type, warn
 from fp4kit.contract.compare_layer import LayerParity, Parity
 from fp4kit.contract.parity import parity
 
@@ -72,7 +72,7 @@ def assert_same_bits(
     __tracebackhide__ = True
     alone = [_is_alone(side) for side in (train, rollout)]
     if alone[0] != alone[1]:
-        kinds = f"train is a {type(train).__name__} and rollout a {type(rollout).__name__}"
+        kinds = f"train is {a_type(train)} and rollout {a_type(rollout)}"
         raise TypeError(f"assert_same_bits: {kinds}; needs two single arrays, or two sides of parity")
     if all(alone):
         train, rollout = ({"array": np.asarray(side) if _is_plain(side) else side} for side in (train, rollout))

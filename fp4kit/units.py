@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
 from typing import Any, Literal, get_args
 
-from fp4kit.arguments import suggestion, title_of
+from fp4kit.arguments import suggestion, title_of, with_article
 
 Order = Literal["exact", "float64", "float32-blocks", "dequantized", "mlx-cpu", "ggml-avx2", "ggml-avx2-repacked"]
 ORDERS: tuple[str, ...] = get_args(Order)
@@ -255,7 +255,7 @@ class Unit:
         """
         types = _STEP_TYPES.get(kind, (DotAdd, FloorDotAdd))
         if type(step) not in types:
-            needed = " or ".join(f"{'an' if one is IntegerAdd else 'a'} {one.__name__}" for one in types)
+            needed = " or ".join(with_article(one.__name__) for one in types)
             raise TypeError(f"Unit {self.id}: {kind} is {step!r:.60}; needs {needed}, or None")
         group = getattr(step, "group", 1)
         if kind == "fp4" and (group not in (4, 16) or step.k % 32):

@@ -17,6 +17,8 @@ from typing import Any, TypeVar
 import ml_dtypes
 import numpy as np
 
+from fp4kit.arguments import a_type
+
 T = TypeVar("T")
 # DLPack device type -> its name. Page-locked memory (3, 11) counts as the host's, managed memory (13) as CUDA's.
 _DEVICE_NAMES = {1: "cpu", 3: "cpu", 11: "cpu", 2: "cuda", 13: "cuda", 8: "metal", 10: "rocm", 14: "oneapi"}
@@ -91,7 +93,7 @@ def device_name(x: Any, name: str = "x") -> str:
             " or call this one outside of the traced code"
         )
     raise TypeError(
-        f"{name} is a {type(x).__module__}.{type(x).__qualname__}; needs a NumPy array or an array that exports "
+        f"{name} is {a_type(x, module=True)}; needs a NumPy array or an array that exports "
         f"DLPack (PyTorch, JAX, ...); {way_to_array(x, _variable(name))}"
     )
 
@@ -119,7 +121,7 @@ def _dlpack_device(x: Any, name: str) -> tuple[int, int]:
     except Exception as error:
         why = "it was deleted, or donated to a call" if getattr(x, "is_deleted", bool)() else str(error).rstrip(".")
         raise BufferError(
-            f"{name} is a {type(x).__name__} without memory of its own on one device ({why:.120}); needs values in"
+            f"{name} is {a_type(x)} without memory of its own on one device ({why:.120}); needs values in"
             " one place: gather a sharded array; inside torch.func, call fp4kit.torch's function"
         ) from error
 

@@ -14,7 +14,7 @@ import ml_dtypes
 import numpy as np
 
 from fp4kit import formats
-from fp4kit.arguments import as_float32
+from fp4kit.arguments import a_type, as_float32
 from fp4kit.arrays.imports import (
     check_one_device,
     cupy,
@@ -447,7 +447,7 @@ def operand(op: str, name: str, x: Any, u: Unit) -> Operand:
         return operand(op, name, x.expand(), u)._replace(is_sparse=True)
     kind = str(getattr(x, "dtype", "")).removeprefix("torch.")
     if kind not in _ARRAY_ELEMENTS or (kind == "float32" and not takes_float32(u)):
-        got = kind or f"a {type(x).__name__}"
+        got = kind or f"{a_type(x)}"
         hint = (
             f"; quantize it, or round it to {'float32' if takes_float32(u) else 'bfloat16'}" if "float" in kind else ""
         )

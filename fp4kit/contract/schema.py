@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar, get_args
 
-from fp4kit.arguments import as_index, as_word, is_one_of
+from fp4kit.arguments import a_type, as_index, as_word, is_one_of
 from fp4kit.layouts.kv import KVLayoutName, as_layout
 from fp4kit.lazy import FUNCTIONS
 from fp4kit.recipes import Recipe, name_for_inputs, recipe_of
@@ -585,7 +585,7 @@ class Contract:
             TypeError: other is not a Contract.
         """
         if not isinstance(other, Contract):
-            raise TypeError(f"{OP}.diff: other is a {type(other).__name__}; needs a Contract")
+            raise TypeError(f"{OP}.diff: other is {a_type(other)}; needs a Contract")
         differences, uncertain = [], []
         for name in SETTINGS:
             a, b = getattr(self, name), getattr(other, name)

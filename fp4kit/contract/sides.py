@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import ml_dtypes
 import numpy as np
 
+from fp4kit.arguments import a_type
 from fp4kit.arrays.imports import import_arrays, to_host
 from fp4kit.contract.schema import SETTINGS, Contract
 from fp4kit.formats import FLT_MAX, FLT_MIN, bit_patterns
@@ -242,7 +243,7 @@ def side_of(label: str, given: Any) -> Side:
     if callable(given):
         return Side(label, function=given)
     raise TypeError(
-        f"{OP}: {label} is a {type(given).__name__}; needs a Contract, a path, a mapping of tensors, a model in memory,"
+        f"{OP}: {label} is {a_type(given)}; needs a Contract, a path, a mapping of tensors, a model in memory,"
         " a function, or a pair of a Contract and one of the others"
     )
 
@@ -258,7 +259,7 @@ def source_of(name: str, given: Any) -> Mapping[str, Any] | None:
         return opened
     if isinstance(given, Mapping):
         return by_layer(given)
-    raise TypeError(f"{OP}: {name} is a {type(given).__name__}; needs a path or a mapping of tensors")
+    raise TypeError(f"{OP}: {name} is {a_type(given)}; needs a path or a mapping of tensors")
 
 
 def by_layer(tensors: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -284,7 +285,7 @@ def as_matrix(what: str, given: Any) -> Matrix:
 def array_of(what: str, given: Any) -> np.ndarray:
     """Return an array of NumPy, CuPy, PyTorch or JAX as a NumPy array in host memory, with its dtype and shape."""
     if not hasattr(given, "shape"):
-        raise TypeError(f"{OP}: {what} is a {type(given).__name__}; needs an array or a Quantized")
+        raise TypeError(f"{OP}: {what} is {a_type(given)}; needs an array or a Quantized")
     (array,) = import_arrays(OP, tensor=given)
     found: np.ndarray = to_host(array)
     if found.dtype.kind not in "biufV" or found.dtype.itemsize > 8:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fp4kit.arguments import as_index, as_shape, index_of, is_one_of, only_public
+from fp4kit.arguments import a_type, as_index, as_shape, index_of, is_one_of, only_public
 from fp4kit.arrays.imports import import_arrays
 from fp4kit.arrays.returns import returns_in_library
 from fp4kit.formats import MXFP4, NVFP4, Packing
@@ -84,8 +84,7 @@ def check_pairs(shape: tuple[int, ...]) -> None:
 def check_array(op: str, name: str, array: Any) -> None:
     """Raise TypeError unless `array` is a NumPy array or scalar, or a CuPy array."""
     if not isinstance(array, (np.ndarray, np.generic)) and type(array).__module__ != "cupy":
-        kind = f"{type(array).__module__}.{type(array).__qualname__}"
-        raise TypeError(f"{op}: {name} are a {kind}; needs an array of NumPy or CuPy")
+        raise TypeError(f"{op}: {name} are {a_type(array, module=True)}; needs an array of NumPy or CuPy")
 
 
 def check_bytes(op: str, codes: Any, name: str = "codes") -> None:

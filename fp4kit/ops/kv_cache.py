@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fp4kit.arguments import as_flag, as_float32, explains_calls
+from fp4kit.arguments import a_type, as_flag, as_float32, explains_calls
 from fp4kit.arrays.imports import import_arrays, import_to_host, on_device, to_host
 from fp4kit.arrays.returns import numpy_dtype
 from fp4kit.call.parse import check_float
@@ -179,7 +179,7 @@ def _recipe_and_scales(
 ) -> tuple[Recipe, list[np.float32]]:
     """Return the recipe for writing or reading a KV cache, and the tensor scales of keys and values."""
     if not isinstance(cache, KVCache):
-        raise TypeError(f"{op}: cache is a {type(cache).__name__}; needs a fp4kit.layouts.kv.KVCache")
+        raise TypeError(f"{op}: cache is {a_type(cache)}; needs a fp4kit.layouts.kv.KVCache")
     r = recipe_of(op, _USUAL[cache.layout.container, cache.layout.swizzled] if recipe is None else recipe)
     is_plain = r.element == E2M1 and r.scale is not None and r.block == (1, NVFP4.block_size) and not r.fake_only
     by_scale = r.tensor_rule in (None, "divided") and r.tensor_scaling in ("none", "tensor")

@@ -10,7 +10,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from fp4kit.arguments import as_entries, explains_calls
+from fp4kit.arguments import a_type, as_entries, explains_calls
 from fp4kit.arithmetic import ieee
 from fp4kit.arrays.imports import check_one_device, import_arrays, to_host
 from fp4kit.arrays.returns import first_array, returns_in_library
@@ -316,7 +316,7 @@ def _matmul_grouped(a: Any, b: Any, m_indptr: Any, unit: str | Unit, out_dtype: 
     b = _prepared_all("b", b, u)
     if m_indptr is not None:
         if not is_single(a):
-            raise TypeError(f"{GROUPED}: a is a {type(a).__name__}; needs one matrix if m_indptr is given")
+            raise TypeError(f"{GROUPED}: a is {a_type(a)}; needs one matrix if m_indptr is given")
         calls, out = rows_call(_prepared_all("a", a, u), b, m_indptr, u, out_dtype, alpha, c)
         run(GROUPED, "matmul", calls[0].on_device, calls)
         return out

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import numpy as np
 
-from fp4kit.arguments import as_flag, as_index, as_shape
+from fp4kit.arguments import a_type, as_flag, as_index, as_shape
 from fp4kit.arithmetic import ieee
 from fp4kit.arrays.imports import check_tensor, check_unmasked, import_arrays, making_current, to_device, to_host
 from fp4kit.arrays.returns import TORCH, ArrayLibrary, library_of, numpy_dtype
@@ -433,8 +433,8 @@ class Quantized:
         for name in PARTS:
             array = getattr(self, name)
             if array is not None and library_of(array) is not library:
-                kind = f"{type(array).__module__}.{type(array).__name__}"
-                raise TypeError(f"Quantized: {name} is a {kind}; needs an array of {library.name}, as packed is")
+                kind = a_type(array, module=True)
+                raise TypeError(f"Quantized: {name} is {kind}; needs an array of {library.name}, as packed is")
         self.imported()
 
     def _check(self, name: str, dtype: np.dtype, shapes: tuple[tuple[int, ...], ...]) -> None:
@@ -474,7 +474,7 @@ class Quantized:
             raise ValueError(f"Quantized: {devices}; move all parts to one")
         needed = "NumPy array" if host else "CuPy array"
         needed = f"{needed}, as packed is" if array is not packed and hasattr(array, "dtype") else "NumPy or CuPy array"
-        raise TypeError(f"Quantized: {name} is a {kind.__module__}.{kind.__name__}; needs a {needed}")
+        raise TypeError(f"Quantized: {name} is {a_type(array, module=True)}; needs a {needed}")
 
     def with_parts(self, convert: Callable[[Any], Any]) -> Quantized:
         """Return a new Quantized with each array replaced by convert(array), and all other fields unchanged.

@@ -10,7 +10,7 @@ from dataclasses import MISSING, fields
 from functools import lru_cache
 from typing import Any, Literal
 
-from fp4kit.arguments import as_word, explains_calls, suggestion
+from fp4kit.arguments import a_type, as_word, explains_calls, suggestion
 from fp4kit.formats import BNB_FP4, ELEMENT_FORMATS, IF4, MX4, NF4, Codebook, ElementFormat
 from fp4kit.recipes import ascend, local, nvidia, pytorch, serving, training
 from fp4kit.recipes.schema import (
@@ -114,7 +114,7 @@ def recipe_of(op: str, id: Any) -> Recipe:
         return id
     if not isinstance(id, str):
         way_out = "; the array is the first argument and the recipe the second" if hasattr(id, "__dlpack__") else ""
-        raise TypeError(f"{op}: recipe is a {type(id).__name__}; needs an id such as 'nvfp4-te' or a Recipe{way_out}")
+        raise TypeError(f"{op}: recipe is {a_type(id)}; needs an id such as 'nvfp4-te' or a Recipe{way_out}")
     result = ALL_RECIPES.get(ALIASES.get(id, id))
     if result is None:
         raise ValueError(f"{op}: no recipe is called {id!r}; {_hint(id)}")

@@ -38,7 +38,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fp4kit.arguments import as_path, as_safetensors_path
+from fp4kit.arguments import a_type, as_path, as_safetensors_path
 from fp4kit.arrays.imports import import_arrays, to_host
 from fp4kit.formats import FLOATS
 from fp4kit.quantized.container import PARTS, Quantized
@@ -98,7 +98,7 @@ def save(path: str | os.PathLike[str], arrays: Mapping[str, Quantized]) -> None:
     """
     target = as_safetensors_path("save", path)
     if not isinstance(arrays, Mapping):
-        raise TypeError(f"save: arrays is a {type(arrays).__name__}; needs a dict of Quantized by their names")
+        raise TypeError(f"save: arrays is {a_type(arrays)}; needs a dict of Quantized by their names")
     for name, q in arrays.items():
         _check_array(name, q)
     facts = {name: _facts(q) for name, q in arrays.items()}
@@ -143,7 +143,7 @@ def _check_array(name: Any, q: Any) -> None:
     """Raise TypeError or ValueError if save cannot store this name and array."""
     # A name must be a nonempty str that UTF-8 can encode, and an array must be a Quantized.
     if not isinstance(name, str):
-        raise TypeError(f"save: the name {name!r} is a {type(name).__name__}; needs a str")
+        raise TypeError(f"save: the name {name!r} is {a_type(name)}; needs a str")
     if not name:
         raise ValueError("save: a name is empty; needs one, such as 'weight'")
     if any("\ud800" <= c <= "\udfff" for c in name):

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.utils import parametrize
 
-from fp4kit.arguments import is_one_of
+from fp4kit.arguments import a_type, is_one_of
 from fp4kit.arrays.imports import is_distributed
 from fp4kit.checkpoint.convert.job import Survival
 from fp4kit.checkpoint.convert.rows import keeps, merged, survival_of_merge
@@ -402,7 +402,7 @@ def merge_adapter(
         raise ValueError(f"{_OP}: scales is {scales!r}; use one of {', '.join(ADAPTER_SCALES)}")
     wrong = next((name for name, q in weights.items() if not isinstance(q, Quantized)), None)
     if wrong is not None:
-        raise TypeError(f"{_OP}: {wrong} is a {type(weights[wrong]).__name__}; needs a Quantized of fp4kit.quantize")
+        raise TypeError(f"{_OP}: {wrong} is {a_type(weights[wrong])}; needs a Quantized of fp4kit.quantize")
     with tempfile.TemporaryDirectory() as folder:
         found = LoraAdapter.of(_directory(adapter, Path(folder)))
         names = {name: name.removesuffix(".weight") for name in weights}
@@ -438,8 +438,7 @@ def _directory(adapter: Any, folder: Path) -> Path:
         return Path(adapter)
     active = getattr(adapter, "active_adapters", None)
     if not hasattr(adapter, "peft_config") or not hasattr(adapter, "save_pretrained") or active is None:
-        kind = type(adapter).__name__
-        raise TypeError(f"{_OP}: adapter is a {kind}; needs a model of PEFT or the path of an adapter")
+        raise TypeError(f"{_OP}: adapter is {a_type(adapter)}; needs a model of PEFT or the path of an adapter")
     if len(active) != 1:
         raise ValueError(f"{_OP}: {len(active)} adapters are active; activate one with set_adapter")
     with warnings.catch_warnings():

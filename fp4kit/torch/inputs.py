@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.overrides import TorchFunctionMode
 
-from fp4kit.arguments import as_float32
+from fp4kit.arguments import a_type, as_float32
 from fp4kit.arrays.imports import is_distributed
 from fp4kit.calibration import Collector
 from fp4kit.call.inputs import by_input_global_scale
@@ -77,7 +77,7 @@ def collect(model: torch.nn.Module, *, histogram: bool = True) -> Iterator[Colle
         ({'0': 3, '2': 3}, np.float32(1.0))
     """
     if not isinstance(model, torch.nn.Module):
-        raise TypeError(f"collect: model is a {type(model).__name__}; needs a torch.nn.Module")
+        raise TypeError(f"collect: model is {a_type(model)}; needs a torch.nn.Module")
     _check_not_compiled(model)
     root: Any = model.module if isinstance(model, _WRAPPERS) else model
     collector, renamed = Collector(histogram=histogram), renaming_of(root)

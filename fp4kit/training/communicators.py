@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from fp4kit.arguments import as_index, as_indices, warn
+from fp4kit.arguments import a_type, as_index, as_indices, warn
 from fp4kit.arrays import imports
 
 ID_BYTES = 128  # length of an NCCL unique id
@@ -27,7 +27,7 @@ ID_BYTES = 128  # length of an NCCL unique id
 def check_communicator(op: str, comm: Any, *names: str) -> None:
     """Raise TypeError if ``comm`` lacks rank, size, or a method in ``names``. The message begins with ``op``."""
     if not all(hasattr(comm, name) for name in ("rank", "size", *names)):
-        raise TypeError(f"{op}: comm is a {type(comm).__name__}; needs a Communicator of fp4kit.training.communicators")
+        raise TypeError(f"{op}: comm is {a_type(comm)}; needs a Communicator of fp4kit.training.communicators")
 
 
 class Communicator(Protocol):

@@ -30,7 +30,7 @@ from typing import Any
 
 import numpy as np
 
-from fp4kit.arguments import as_entries, as_flag, explains_calls
+from fp4kit.arguments import a_type, as_entries, as_flag, explains_calls
 from fp4kit.arrays.imports import device_name, import_arrays
 from fp4kit.arrays.returns import PlanLibrary, returns_in_plan_library
 from fp4kit.call.parse import Partition, check_castable, check_shard, square_block
@@ -293,7 +293,7 @@ def _check_shards(shards: Sequence[Shard], r: Recipe, columnwise: bool) -> tuple
     """Return (the values of the shards as NumPy or CuPy arrays, the shapes of their matrices), one entry per shard."""
     for i, shard in enumerate(shards):
         if not isinstance(shard, Shard):
-            raise TypeError(f"cast_master_weights: shards[{i}] is a {type(shard).__name__}; needs a fp4kit.Shard")
+            raise TypeError(f"cast_master_weights: shards[{i}] is {a_type(shard)}; needs a fp4kit.Shard")
     values = _import([s.values for s in shards])
     check_castable("cast_master_weights", r)
     shapes = [check_shard("cast_master_weights", v, s.shape, s.start, r) for v, s in zip(values, shards, strict=True)]

@@ -401,8 +401,8 @@ def test_columns_that_differ_between_files():
     [
         ([], ValueError, "merge: collectors are none; needs one or more"),
         ([Collector(), Collector(histogram=False)], ValueError, "merge: collectors are some without histograms"),
-        ([Collector(), 3], TypeError, "merge: collectors has a int; needs Collectors"),
-        (3, TypeError, "merge: collectors is a int; needs a sequence"),
+        ([Collector(), 3], TypeError, "merge: collectors has an int; needs Collectors"),
+        (3, TypeError, "merge: collectors is an int; needs a sequence"),
     ],
 )
 def test_collectors_that_cannot_be_merged(collectors, error, text):

@@ -9,6 +9,7 @@ import re
 import subprocess
 import sys
 from importlib.util import find_spec
+from pathlib import Path
 from types import SimpleNamespace
 
 import ml_dtypes
@@ -40,7 +41,7 @@ ERRORS = [
     (quantize(rounding="stochastic", seed=OnDevice()), ValueError, "quantize: x is on cpu, seed on cuda:0; all"),
     (backward(grad=OnDevice()), ValueError, "fake_quantize_backward: x is on cpu, grad on cuda:0; all arrays of"),
     (backward(grad=OnDevice(2, 1), x=OnDevice(2, 0)), ValueError, "fake_quantize_backward: x is on cuda:0, grad on"),
-    (quantize(3), TypeError, "quantize: recipe is a int; needs an id such as 'nvfp4-te' or a Recipe"),
+    (quantize(3), TypeError, "quantize: recipe is an int; needs an id such as 'nvfp4-te' or a Recipe"),
     (quantize("mxfp4-modelopt-fake"), ValueError, "quantize: mxfp4-modelopt-fake is a fake quantizer and has"),
     (both("nvfp4-modelopt-fake"), ValueError, "quantize_both: nvfp4-modelopt-fake is a fake quantizer and has"),
     (quantize("mxfp4", tensor_amax=1.0), ValueError, "quantize: tensor_amax was given, but mxfp4-ocp has no tensor"),
@@ -69,7 +70,7 @@ ERRORS = [
     (quantize("nvfp4-te-4over6-mse-448", rounding="stochastic", seed=1), ValueError, "quantize: nvfp4-te-4over6-mse"),
     (quantize(x=X[0], scale_layout="swizzled_128x4"), ValueError, "quantize: x is 1-d; swizzled_128x4 scales need the"),
     (both(rounding="stochastic", seed=np.zeros(X.shape, np.uint8)), TypeError, "quantize_both: seed is an array;"),
-    (lambda: fp4kit.quantize("nvfp4", X), TypeError, "quantize: recipe is a ndarray; needs an id such as 'nvfp4-te'"),
+    (lambda: fp4kit.quantize("nvfp4", X), TypeError, "quantize: recipe is an ndarray; needs an id such as 'nvfp4-te'"),
     (lambda: fp4kit.recipe("zzz"), ValueError, "recipe: no recipe is called 'zzz'; see fp4kit.recipes(), or"),
     (quantize(hadamard="signs"), ValueError, "quantize: hadamard is 'signs'; needs False, True or 'no_signs'"),
     (quantize(hadamard=1), ValueError, "quantize: hadamard is 1; needs False, True or 'no_signs'"),
@@ -473,3 +474,13 @@ def test_a_device_that_does_not_exist(monkeypatch):
     monkeypatch.setattr(imports, "cupy", lambda: SimpleNamespace(cuda=SimpleNamespace(runtime=runtime)))
     with pytest.raises(ValueError, match=r"^Quantized: to\('cuda:9'\); there are 2 CUDA devices; needs 0 to 1$"):
         fp4kit.quantize(ROWS, "nvfp4").to("cuda:9")
+
+
+def test_the_article_fits_the_type():
+    values = {3: "an int", (): "a tuple", fp4kit.formats.E4M3: "an ElementFormat", fp4kit.unit("sm90"): "a Unit"}
+    for value, text in values.items():
+        with raises(TypeError, f"quantize: recipe is {text}; needs an id"):
+            fp4kit.quantize(ROWS, value)
+    fixed = re.compile(r"\ban? \{(type\(|kind\.)")  # an article that does not follow from the name of the type
+    found = [path.name for path in Path(fp4kit.__file__).parent.rglob("*.py") if fixed.search(path.read_text())]
+    assert found == ["parameters.py"]  # its two types begin with M and F

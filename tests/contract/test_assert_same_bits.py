@@ -113,7 +113,7 @@ def test_all_elements_are_compared_unless_a_number_is_given():
 
 
 def test_wrong_arguments():
-    with pytest.raises(TypeError, match="train is a ndarray and rollout a Contract; needs two single arrays, or two"):
+    with pytest.raises(TypeError, match="train is an ndarray and rollout a Contract; needs two single arrays, or two"):
         assert_same_bits(X, BASE)
     with pytest.raises(ValueError, match="train quantizes weights, but none are given"):
         assert_same_bits(BASE, Q)

@@ -426,7 +426,7 @@ def test_samples_are_stated():
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        ((BASE, 3), TypeError, "parity: rollout is a int; needs a Contract, a path, a mapping"),
+        ((BASE, 3), TypeError, "parity: rollout is an int; needs a Contract, a path, a mapping"),
         ((BASE, (BASE, BASE)), ValueError, "parity: rollout is a pair of two contracts; needs one contract"),
         ((BASE, STORED), ValueError, "train quantizes weights, but none are given; pass the unquantized model as"),
         ((STORED, {"other": STORED["m.up_proj.weight"]}), ValueError, "the sides have no layer in common; needs equal"),
@@ -448,7 +448,7 @@ def test_errors_of_options():
         parity(BASE, BASE, weights={"w": np.ones((4, 4), int)})
     with pytest.raises(ValueError, match=r"train: the contract searches block scales \(mse\)"):
         parity(BASE.stating(scale_search="mse"), BASE)
-    with pytest.raises(TypeError, match="weights is a int; needs a path or a mapping"):
+    with pytest.raises(TypeError, match="weights is an int; needs a path or a mapping"):
         parity(BASE, BASE, weights=3)
     for given in ({"engine": "vLLM"}, {"scheme": "nvfp4-w4a4"}):
         with pytest.raises((TypeError, ValueError), match=f"parity: .*{'scheme' if 'engine' in given else 'engine'}"):

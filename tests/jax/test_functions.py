@@ -288,7 +288,7 @@ VALUES = [
         TypeError,
         "dequantize: packed is traced by",
     ),
-    (lambda f, x: fp4kit.quantize(gone(x), "mxfp4"), BufferError, "quantize: x is a ArrayImpl without memory"),
+    (lambda f, x: fp4kit.quantize(gone(x), "mxfp4"), BufferError, "quantize: x is an ArrayImpl without memory"),
 ]
 
 
@@ -348,7 +348,7 @@ def test_results_are_where_the_argument_is_and_move_as_it_does():
             try:
                 call(sharded, "nvfp4")
             except BufferError as error:
-                assert "x is a ArrayImpl without memory of its own on one device" in str(error), error
+                assert "x is an ArrayImpl without memory of its own on one device" in str(error), error
             else:
                 raise AssertionError
             assert np.array_equal(jax.jit(lambda x: fj.fake_quantize(x, "nvfp4"))(sharded), fp4kit.fake_quantize(x, "nvfp4"))

@@ -281,7 +281,7 @@ def call(**changed):
 
 
 TYPE_ERRORS = [
-    (dict(cache=np.zeros(3)), "cache is a ndarray; needs a fp4kit.layouts.kv.KVCache"),
+    (dict(cache=np.zeros(3)), "cache is an ndarray; needs a fp4kit.layouts.kv.KVCache"),
     (dict(values=X.astype(np.float64)), "quantize_kv: values is float64; needs float32, float16 or bfloat16"),
     (dict(slots=[0.5, 1]), "slots are float64"),
 ]

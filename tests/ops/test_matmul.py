@@ -240,7 +240,7 @@ BAD_GROUPED = [
     (lambda: fp4kit.matmul_grouped(A, [A]), TypeError, "a is one ndarray; needs a sequence of matrices, or m"),
     (lambda: fp4kit.matmul_grouped(NV, [NV]), TypeError, "a is one Quantized; needs a sequence"),
     (lambda: fp4kit.matmul_grouped([A], [A], m_indptr=[0, 4]), TypeError, "a is a list; needs"),
-    (lambda: fp4kit.matmul_grouped(5, [A]), TypeError, "a is a int; needs a sequence"),
+    (lambda: fp4kit.matmul_grouped(5, [A]), TypeError, "a is an int; needs a sequence"),
     (lambda: fp4kit.matmul_grouped([A], [A, A]), ValueError, "a has 1 matrices and b 2; needs"),
     (lambda: fp4kit.matmul_grouped([A], A), ValueError, "b is one 2-d array; needs a sequence of matrices"),
     (lambda: fp4kit.matmul_grouped([A, STACK], [A, A]), ValueError, r"a\[1\] is 3-d; needs a matrix"),

@@ -416,7 +416,11 @@ def test_nothing_is_written_to():
         (lambda: E2M1.encode("a"), TypeError, "E2M1.encode: x is <U1; needs numbers"),
         (lambda: E2M1.encode(True), TypeError, "E2M1.encode: x is bool; needs numbers"),
         (lambda: E2M1.encode(1j), TypeError, "E2M1.encode: x is complex128; needs numbers"),
-        (lambda: E2M1.encode([[1], [1, 2]]), TypeError, "E2M1.encode: x is a builtins.list, which NumPy cannot read"),
+        (
+            lambda: E2M1.encode([[1], [1, 2]]),
+            TypeError,
+            "E2M1.encode: x has the type builtins.list, which NumPy cannot",
+        ),
         (lambda: E2M1.encode(np.ma.array([1.0])), TypeError, "E2M1.encode: x is a masked array; needs plain numbers"),
         (lambda: E2M1.encode(2**53 + 1), ValueError, "E2M1.encode: x holds integers beyond 2^53"),
         (lambda: E2M1.encode(2**70), TypeError, "E2M1.encode: x is object; needs numbers"),

@@ -197,7 +197,7 @@ def test_fields_with_a_default_may_be_missing():
     [
         ({"w": ORDINARY}, TypeError, "save: 'w' is ndarray; needs a Quantized, as fp4kit.quantize returns"),
         ({"w": None}, TypeError, "save: 'w' is NoneType; needs a Quantized"),
-        ({3: fp4kit.quantize(ORDINARY, "nvfp4-te")}, TypeError, "save: the name 3 is a int; needs a str"),
+        ({3: fp4kit.quantize(ORDINARY, "nvfp4-te")}, TypeError, "save: the name 3 is an int; needs a str"),
         ({"": fp4kit.quantize(ORDINARY, "nvfp4-te")}, ValueError, "save: a name is empty; needs one, such as 'weight'"),
         ({"a\ud800": fp4kit.quantize(ORDINARY, "nvfp4-te")}, ValueError, "save: the name 'a\\ud800' contains a lone"),
     ],

@@ -289,7 +289,7 @@ def test_compiled_models_are_refused():
 @pytest.mark.parametrize(
     ("model", "error", "text"),
     [
-        (3, TypeError, "collect: model is a int; needs a torch.nn.Module"),
+        (3, TypeError, "collect: model is an int; needs a torch.nn.Module"),
         (nn.ReLU(), ValueError, "collect: the model has no torch.nn.Linear and no stack of experts"),
     ],
 )

@@ -13,7 +13,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from fp4kit.arguments import as_mapping, warn
+from fp4kit.arguments import a_type, as_mapping, warn
 from fp4kit.arithmetic import ieee
 from fp4kit.arrays.imports import cupy, to_device
 from fp4kit.arrays.returns import dtype_named, library_of
@@ -485,8 +485,7 @@ class TensorConverter:
         """
         if isinstance(tensors, Mapping):
             raise TypeError(
-                f"convert_tensors: tensors is a {type(tensors).__name__}; needs (name, array) pairs; pass"
-                " tensors.items()"
+                f"convert_tensors: tensors is {a_type(tensors)}; needs (name, array) pairs; pass tensors.items()"
             )
         return self._new(self._converted_of(tensors))
 

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fp4kit.arguments import with_article
 from fp4kit.checkpoint.containers import config_entries, table
 from fp4kit.checkpoint.containers.config_entries import CARRIED, DOUBTFUL, IGNORED, REFUSED, UNDERSTOOD, Item, brief
 from fp4kit.checkpoint.containers.configs import declared, sections
@@ -468,7 +469,7 @@ def _torchao_trouble(text: str, weight: Weight | None) -> config_entries.Reasons
         yield f"is {brief(text)}, an entry that fp4kit does not know"
         return
     if kind not in ("Tensor", "MXTensor", "NVFP4Tensor"):
-        yield f"is a {brief(kind)} of torchao, which fp4kit does not know"
+        yield f"is {with_article(brief(kind))} of torchao, which fp4kit does not know"
     if kind != "Tensor" and swizzled is None:
         yield "does not say whether scales are swizzled; only swizzled ones are supported"
     if kind != "Tensor" and swizzled is not True:
