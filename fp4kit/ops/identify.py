@@ -224,6 +224,8 @@ class Identification(Shown):
             fault.
         before_fault: the names of the recipes that reproduce all bytes if the fault is undone; () if no such fault is
             recognized.
+        note: "" if the dtype of x is q.dtype, that of the array that q was made from. Otherwise a sentence that names
+            both. It is printed if no recipe is found.
 
     Examples:
         >>> import fp4kit, numpy as np
@@ -237,6 +239,7 @@ class Identification(Shown):
     variations: tuple[Variation, ...] = ()
     fault: str = ""
     before_fault: tuple[str, ...] = ()
+    note: str = ""
 
     @property
     def exact(self) -> tuple[str, ...]:
@@ -293,7 +296,7 @@ class Identification(Shown):
         width = max(len(row[0]) for row in rows)
         wide = max(len(equal) for _, equal, _, _ in rows)
         lines = (f"{name:{width}}  {equal:>{wide}}  {codes:>12}  {scales:>13}" for name, equal, codes, scales in rows)
-        return "\n".join([self.verdict, *self._tied(), *lines])
+        return "\n".join([self.verdict, *self._lines_below(), *lines])
 
     def __repr__(self) -> str:
         """Return one line: Identification(the verdict)."""
@@ -301,10 +304,12 @@ class Identification(Shown):
 
     def _panels(self) -> Iterator[Panel]:
         """Yield the verdict with the table."""
-        yield Panel("; ".join([self.verdict, *self._tied()]), columns=_COLUMNS, rows=tuple(self._rows()))
+        yield Panel("; ".join([self.verdict, *self._lines_below()]), columns=_COLUMNS, rows=tuple(self._rows()))
 
-    def _tied(self) -> Iterator[str]:
-        """Yield one line that names recipes of ``exact``, if the verdict leaves some out."""
+    def _lines_below(self) -> Iterator[str]:
+        """Yield the note if no recipe is found, or the recipes of ``exact``, if the verdict leaves some out."""
+        if self.note and not (self.exact or self.before_fault or self.variations):
+            yield self.note
         if len(self.exact) > MOST_NAMED:
             left = len(self.exact) - _MOST_TIED
             yield f"they are {', '.join(self.exact[:_MOST_TIED])}" + f" and {left} more (found.exact)" * (left > 0)
@@ -436,7 +441,9 @@ def ranked(q: Quantized, x: Any) -> Identification:
         matches = [best_match(host.q, host.x, r, host.for_recipe(r)) for r in candidates]
     else:
         matches = _matches_by_sample(q, x, host, candidates)
-    result = Identification(tuple(sorted(matches, key=lambda m: (not m.whole, -m.fraction))))
+    note = f"x is {host.x.dtype}, but q.dtype is {q.dtype}; rounding x to another dtype may have changed codes"
+    ranking = tuple(sorted(matches, key=lambda m: (not m.whole, -m.fraction)))
+    result = Identification(ranking, note=note if host.x.dtype != q.dtype else "")
     if result.exact or not x.size or q.recipe.levels:
         return result
     fault = _fault(host.q, host.x)

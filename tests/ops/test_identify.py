@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from importlib import import_module
+from itertools import product
 
 import ml_dtypes
 import numpy as np
@@ -185,6 +186,17 @@ def test_variants() -> None:
     transformed = fp4kit.quantize(x, wide, hadamard=True)
     verdict = fp4kit.identify(transformed, x).verdict
     assert "mxfp4-ocp with block=(1, 64)" in verdict and "with hadamard=True reproduces all bytes" in verdict
+
+
+def test_another_dtype_is_named_if_no_recipe_is_found() -> None:
+    dtypes, told = [np.dtype(one) for one in (np.float32, np.float16, ml_dtypes.bfloat16)], set()
+    for id, a, b in product(("nvfp4-te", "mxfp4-ocp", "int4-qat"), dtypes, dtypes):
+        found = fp4kit.identify(fp4kit.quantize(ordinary(3).astype(a), id), ordinary(3).astype(b))
+        note = f"x is {b}, but q.dtype is {a}; rounding x to another dtype may have changed codes"
+        is_told = a != b and not (found.exact or found.variations)
+        assert (note in str(found).splitlines(), "q.dtype" in found._repr_html_()) == (is_told, is_told), (id, a, b)
+        told |= {note} if is_told else set()
+    assert len(told) == 6
 
 
 def test_larger_than_the_probe_and_other_shapes() -> None:
