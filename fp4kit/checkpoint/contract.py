@@ -33,7 +33,8 @@ from fp4kit.checkpoint.selection.names import KEPT_CODES, PARTLY_CARRIED, fused_
 from fp4kit.contract.schema import FILE, SETTINGS, Contract
 from fp4kit.contract.sides import InputScale, by_layer, matrix_of
 from fp4kit.quantized.container import Quantized
-from fp4kit.recipes import RECIPES, Recipe, recipe
+from fp4kit.recipes import Recipe, recipe
+from fp4kit.recipes.table import from_record, to_spec
 from fp4kit.reference.stochastic import HADAMARD_BLOCK
 from fp4kit.storage.files import NUMPY_DTYPES, CheckpointError, shown
 from fp4kit.storage.quantized_file import load, recipes_of
@@ -54,17 +55,17 @@ def contract_of_plan(plan: Plan) -> Contract:
     """Return the contract of the checkpoint that a plan writes."""
     recipe, patterns = None, plan.recorded_patterns
     if plan.form is not None and not plan.carries_some_codes:
-        recipe = plan.recipe if plan.recorded == plan.recipe.id else RECIPES.get(plan.recorded)
+        recipe = from_record(plan.recorded)
     has_static = plan.has_input_scale and all(form.name in plan.input_scaled for form in plan.layers_of_forms)
     row = plan.request.serving
     unknown = [name for name in SERVER if name != "input_scales" or not has_static]
     if row is not None and recipe == row.weights:
-        recipe, patterns = row.loaded, [*patterns, *([pattern, one.id] for pattern, one in row.patterns)]
+        recipe, patterns = row.loaded, [*patterns, *([pattern, to_spec(one)] for pattern, one in row.patterns)]
     served: dict[str, Any] = {} if row is None else {name: getattr(row.contract, name) for name in OF_ENGINES}
     if row is None and not plan.is_file and keeps_inputs(configs(plan)[CONFIG]):
         served["inferred"] = _KEPT_INPUTS
     unknown = [name for name in unknown if name not in {**served, **dict(served.get("inferred", ()))}]
-    if plan.form is not None and (recipe is None or any(id not in RECIPES for _, id in patterns)):
+    if plan.form is not None and (recipe is None or any(from_record(one) is None for _, one in patterns)):
         unknown += ["weights", "patterns"] if patterns else ["weights"]
         recipe, patterns = None, []
     rotation = plan.request.rotation
@@ -76,7 +77,7 @@ def contract_of_plan(plan: Plan) -> Contract:
     shares, search = any(tensor.group for tensor in plan.converted), plan.request.search
     return Contract(
         weights=recipe,
-        patterns=tuple((pattern, RECIPES[id]) for pattern, id in patterns),
+        patterns=tuple((pattern, from_record(one)) for pattern, one in patterns),
         excluded=tuple(_unquantized(plan)),
         shared_amax=tuple(_shared_leaves(converted)) if shares else (),
         **{"input_scales": "static" if has_static else None, **served},
@@ -162,7 +163,7 @@ def infer(checkpoint: Checkpoint, source: Path | None) -> Contract:
         _check_unquantized(checkpoint)
         return Contract(unknown=SERVER, inferred=(("weights", "no layer is quantized"),))
     own, pairs = recorded(checkpoint), recorded_patterns(checkpoint)
-    patterns = tuple((pattern, RECIPES[id]) for pattern, id in pairs if id in RECIPES)
+    patterns = tuple((pattern, r) for pattern, one in pairs if (r := from_record(one)) is not None)
     if own is not None and len(patterns) == len(pairs) and _agrees(checkpoint, own, patterns):
         for name, value in (("weights", own), ("patterns", patterns)):
             found.add(name, value, "recorded by fp4kit convert")

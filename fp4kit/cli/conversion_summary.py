@@ -25,6 +25,7 @@ from fp4kit.checkpoint.verify.reencode import SampledError, sampled_error
 from fp4kit.checkpoint.verify.verify import VerifyReport
 from fp4kit.contract.engine_table import SERVING, VERSIONS
 from fp4kit.contract.engines import Serving, servings
+from fp4kit.recipes.table import to_spec
 from fp4kit.storage.files import FLOAT_DTYPES, CheckpointError, counted, shown
 
 # format -> the engine for which it is made, for formats of which engine_table.py says nothing
@@ -214,7 +215,7 @@ def recipe_line(plan: Plan) -> str:
     start = f"recipe: {', '.join([first + chosen, *others])}"
     if plan.carries_codes:
         start = f"recipe: that of the source, whose codes are kept{chosen}"
-        if not chosen and recorded_recipe(plan.source) != plan.recipe.id:
+        if not chosen and recorded_recipe(plan.source) != to_spec(plan.recipe):
             start += f"; {plan.recipe.id} is not used: its codes need the unquantized model, or SRC as --format bf16"
     inputs, row = _inputs(plan), plan.request.serving
     if [*inputs] == [_UNQUANTIZED]:

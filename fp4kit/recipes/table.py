@@ -393,15 +393,24 @@ def as_data(r: Recipe) -> str | dict[str, Any]:
 
 
 def from_data(data: Any) -> Recipe:
-    """Return the Recipe that JSON data describes: the inverse of as_data, equal in every field."""
+    """Return the Recipe that JSON data describes: the inverse of as_data and to_spec, equal in every field."""
     if isinstance(data, str):
-        return recipe(data)
+        return from_spec(data)
     values = _checked(data, Recipe)
     for name in ("element", "scale"):
         values[name] = _format(values[name])
     if isinstance(values["block"], list):
         values["block"] = tuple(values["block"])
     return Recipe(**values)
+
+
+def from_record(data: Any) -> Recipe | None:
+    """Return the recipe that a checkpoint records; None if it records none, or one that cannot be stored."""
+    try:
+        r = from_data(data)
+    except (ValueError, TypeError):
+        return None
+    return r if is_simple(r) else None
 
 
 def _field_data(value: Any) -> Any:

@@ -27,7 +27,7 @@ from fp4kit.lazy import lazy_property
 from fp4kit.quantized.container import Quantized
 from fp4kit.recipes import RECIPES, Recipe
 from fp4kit.recipes import recipe as recipe_called
-from fp4kit.recipes.table import ALL_RECIPES, from_data
+from fp4kit.recipes.table import ALL_RECIPES, from_record
 from fp4kit.reference.tensor_rules import divisor_dtype
 from fp4kit.storage.files import CheckpointError, listed, names_path, read_header, shown
 from fp4kit.storage.gguf_file import first_parts_of, is_gguf, read_gguf_model
@@ -111,12 +111,15 @@ def quantization_summary(checkpoint: Checkpoint) -> list[tuple[str, str]]:
     """Return what config.json and hf_quant_config.json declare about quantization, for ``fp4kit inspect`` to print."""
     declared = checkpoint.config.get("quantization_config")
     lines: list[tuple[str, str]] = []
+    made_by = recorded(checkpoint)
+    titles = {"recipe": made_by.title} if made_by else {}
     if isinstance(declared, dict):
         for key in ("quant_method", "quant_algo", "kv_cache_scheme", "producer", "fp4kit"):
             if key in declared:
                 value = declared[key]
-                text = ", ".join(f"{k} {v}" for k, v in value.items()) if isinstance(value, dict) else str(value)
-                lines.append((key, text))
+                if isinstance(value, dict):
+                    value = ", ".join(f"{k} {titles.get(k, v)}" for k, v in value.items())
+                lines.append((key, str(value)))
         lines.append(("ignore", f"{_length(declared.get('ignore'))} patterns"))
     other = (checkpoint.hf_quant_config or {}).get("quantization")
     if isinstance(other, dict):
@@ -249,10 +252,7 @@ def recorded(checkpoint: model_files.Source) -> Recipe | None:
     data = own.get("recipe") if isinstance(own, dict) else None
     if data is None and checkpoint.files:
         data = checkpoint.files[0].metadata.get(RECIPE)
-    try:
-        return None if data is None else from_data(data)
-    except (ValueError, TypeError):
-        return None
+    return from_record(data)
 
 
 def _usual(weight: Weight, form: Container) -> Recipe:

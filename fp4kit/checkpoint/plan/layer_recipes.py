@@ -154,7 +154,7 @@ def check_scales(
 
 
 def recorded_recipe(source: Source) -> str:
-    """Return the id of the fp4kit recipe that made a model's codes, as the model records it; "" if it records none."""
+    """Return the fp4kit recipe that made a model's codes as the model records it (to_spec); "" if it records none."""
     own, is_declared = record(source), isinstance(source.config.get("quantization_config"), Mapping)
     if own is not None and own.get("codes") == names.PARTLY_CARRIED:
         return ""
@@ -174,7 +174,7 @@ def record(model: Source | Checkpoint) -> Mapping[str, Any] | None:
 
 
 def recorded_patterns(model: Source | Checkpoint) -> list[list[str]]:
-    """Return the [pattern, recipe id] pairs that a model records for layers with a recipe of their own; [] if none."""
+    """Return the [pattern, recipe] pairs that a model records for layers with a recipe of their own; [] if none."""
     own = record(model)
     if own is None:
         texts = (file.metadata[names.PATTERNS] for file in model.files if names.PATTERNS in file.metadata)
@@ -190,7 +190,7 @@ def recorded_include(files: Iterable[SafetensorsFile]) -> list[str]:
 
 
 def patterns_in(value: Any) -> list[list[str]]:
-    """Return a list of recorded [pattern, recipe id] pairs unchanged, and [] for None."""
+    """Return a list of recorded [pattern, recipe] pairs unchanged, and [] for None."""
     pairs = [] if value is None else value
     if not isinstance(pairs, list) or not all(
         isinstance(pair, list) and len(pair) == 2 and all(isinstance(one, str) for one in pair) for pair in pairs

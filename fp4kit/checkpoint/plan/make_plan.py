@@ -37,6 +37,7 @@ from fp4kit.checkpoint.selection import presets
 from fp4kit.checkpoint.selection.names import check_wrappers, partly_converted
 from fp4kit.checkpoint.selection.selection import UNSUPPORTED_STACK, no_multiple
 from fp4kit.recipes import RECIPES, Recipe, recipe
+from fp4kit.recipes.table import from_record
 from fp4kit.storage.files import CheckpointError, listed, shown
 
 if TYPE_CHECKING:
@@ -87,8 +88,8 @@ def _followed(
     does.
     """
     for name in names:
-        if name in RECIPES:
-            one = replace(request, recipe=RECIPES[name])
+        if (r := from_record(name)) is not None:
+            one = replace(request, recipe=r)
             form = _possible(one.form_for, config)
             if form is not None and (have.same_codes(form) if kept == "codes" else have.kind == form.kind):
                 return one

@@ -49,6 +49,7 @@ from fp4kit.checkpoint.selection import names
 from fp4kit.checkpoint.selection.selection import DIFFUSERS_CLASS
 from fp4kit.lazy import lazy_property
 from fp4kit.recipes import Recipe
+from fp4kit.recipes.table import to_spec
 from fp4kit.storage import files, gguf_file
 
 
@@ -289,7 +290,7 @@ class Plan(PlanFacts):
 
     @property
     def recorded(self) -> str:
-        """The id of the recipe that made the written codes; "" if it is unknown.
+        """The recipe that made the written codes, as to_spec writes it; "" if it is unknown.
 
         - If ``carries_codes`` is True, it is the recipe that the source records.
         - If codes are copied from another model (--codes), it is the recipe that this model records.
@@ -299,14 +300,14 @@ class Plan(PlanFacts):
 
     @property
     def recorded_patterns(self) -> list[list[str]]:
-        """The [pattern, recipe id] pairs to record for layers whose recipe is not ``recorded``; [] if there are none.
+        """The [pattern, recipe] pairs to record for layers whose recipe is not ``recorded``; [] if there are none.
 
         The first pattern that matches a layer's name in the source decides. If ``carries_codes`` is True, the source's
         recorded pairs are returned, otherwise those of the request (--recipe PATTERN=RECIPE).
         """
         if self.carries_codes:
             return recorded_patterns(self.source)
-        return [[pattern, one.id] for pattern, one in self.request.recipes]
+        return [[pattern, to_spec(one)] for pattern, one in self.request.recipes]
 
     @property
     def notes(self) -> tuple[str, ...]:
@@ -457,7 +458,7 @@ def mixes_codes(actions: Set[str], request: Request, source: model_files.Source)
     """Return whether an output has codes of a recipe that may differ from the recorded recipe and patterns."""
     if request.codes or actions & {job.CAST, job.CARRY, job.FOLD, job.RESCALE, job.MERGE}:
         return actions != {job.RENAME} and bool(actions)
-    wanted = request.recorded, [[pattern, one.id] for pattern, one in request.recipes]
+    wanted = request.recorded, [[pattern, to_spec(one)] for pattern, one in request.recipes]
     return actions > {job.RENAME} and (recorded_recipe(source), recorded_patterns(source)) != wanted
 
 

@@ -30,7 +30,7 @@ from fp4kit.checkpoint.selection.selection import PRESETS, Wishes, check_diffuse
 from fp4kit.contract.engines import Serving, serving_of
 from fp4kit.formats import FLT_MAX, FLT_MIN
 from fp4kit.recipes import RECIPES, Recipe, recipe, several
-from fp4kit.recipes.table import as_data
+from fp4kit.recipes.table import as_data, to_spec
 from fp4kit.storage.files import CheckpointError, shown
 from fp4kit.storage.gguf_file import bytes_of_text
 
@@ -117,8 +117,8 @@ class Request:
 
     Attributes:
         codes: the identity (see run_jobs.py) of the model from which codes are copied; "" if codes are not copied.
-        made_by: the id of the recipe that made the copied codes; "" if codes are not copied, or if the model that they
-            come from does not record it.
+        made_by: the recipe that made the copied codes, as recorded; "" if codes are not copied, or if the model that
+            they come from does not record it.
         chosen: why fp4kit chose this recipe, in words for the user; "" if the user named it (see make_plan.py).
         follows_layers: True if ``recipes`` follow the containers of the source's layers, and are not the user's.
 
@@ -462,9 +462,9 @@ class Request:
 
     @property
     def recorded(self) -> str:
-        """The id of the recipe to record in the output as the one that made the written codes; "" if it is unknown."""
-        # If codes are copied from another model, it is ``made_by``, otherwise the id of ``recipe``.
-        return self.made_by if self.codes else self.recipe.id
+        """The recipe to record in the output as the one that made the written codes (to_spec); "" if it is unknown."""
+        # If codes are copied from another model, it is ``made_by``, otherwise ``recipe``.
+        return self.made_by if self.codes else to_spec(self.recipe)
 
     def __post_init__(self) -> None:
         for fault in (

@@ -110,8 +110,8 @@ class VerifyReport:
     """The result of a verification.
 
     path, source: the checkpoint, and the source that it was compared with, or None.
-    recipe: the id of the recipe with which layers were re-encoded; None if it is unknown, or if no layer is quantized.
-        PATTERN=ID follows for every pattern whose layers have another recipe.
+    recipe: the title of the recipe with which layers were re-encoded; None if it is unknown, or if no layer is
+        quantized. PATTERN=TITLE follows for every pattern whose layers have another recipe.
     scales: how block scales were searched, such as "searched by mse"; "" if they were not.
     formats: the formats of the layers, each once.
     manifest: "equal" if the files are those that the manifest records, "differs" if not, "none" without a manifest.

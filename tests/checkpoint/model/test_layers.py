@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -255,6 +256,23 @@ def test_a_layer_equals_its_source_quantized(tmp_path, recipe, format) -> None:
     if wanted.tensor_scale is not None:
         assert np.array_equal(read.tensor_scale.reshape(-1), wanted.tensor_scale.reshape(-1))
     assert np.array_equal(read.dequantize(np.float32), wanted.dequantize(np.float32))
+
+
+@pytest.mark.parametrize(("recipe", "format"), FORMATS)
+def test_a_recipe_that_is_not_in_the_table_is_recorded_with_its_fields(tmp_path, recipe, format) -> None:
+    synthetic.dense(tmp_path / "m")
+    listed = fp4kit.recipe(recipe)
+    own = replace(listed, id="mine", amax_nan="propagate" if listed.amax_nan == "ignore" else "ignore")
+    convert(tmp_path / "m", tmp_path / "q", own, format=format, recipes=(("*.o_proj", own),))
+    for name in ("fp4kit_manifest.json", "fp4kit_contract.json"):
+        (tmp_path / "q" / name).unlink()
+    found = verify(tmp_path / "q", tmp_path / "m")
+    assert found.recipe == "mine, *.o_proj=mine" and found.errors == 0 and found.layers[0].compared
+    convert(tmp_path / "q", tmp_path / "again", format=format)
+    for folder in ("q", "again"):
+        assert {q.recipe for q in fp4kit.open_checkpoint(tmp_path / folder).values()} == {own}
+    assert fp4kit.Contract.of(tmp_path / "q").weights == own
+    assert re.search("recipe mine\\W", str(inspect.quantization_summary(inspect_checkpoint(tmp_path / "q"))))
 
 
 @pytest.mark.parametrize("dtype", [ml_dtypes.bfloat16, np.float16, np.float32])
