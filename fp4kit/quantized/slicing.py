@@ -97,9 +97,7 @@ def _without_axes(q: Quantized, axes: Sequence[int]) -> Quantized:
 
 
 def _slices(q: Quantized, index: Any) -> tuple[list[slice], list[int]]:
-    """Return one slice per axis of x, and the axes to drop, for an index of slices, numbers and at most one
-    Ellipsis.
-    """
+    """Return one slice per axis of x for an index, and the axes from which it selects a number, to drop them."""
     given, axes = index if isinstance(index, tuple) else (index,), len(q.shape)
     dots = [i for i, one in enumerate(given) if one is Ellipsis]
     at = dots[0] if dots else len(given)

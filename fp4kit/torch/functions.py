@@ -239,9 +239,7 @@ def _tensors(op: str, xs: Any) -> list[Any]:
 
 
 def _each_amax(op: str, name: str, xs: list[Tensor], given: Any) -> list[Any]:
-    """Return a list with one amax per tensor of `xs`, or an empty list if the caller gave none, to pass to an
-    operator.
-    """
+    """Return the list of amaxes to pass to an operator: one per tensor of `xs`, or none if the caller gave none."""
     if given is None or not xs:
         return []
     entries: Iterable[Any] = given.unbind(0) if isinstance(given, Tensor) and given.ndim else given
