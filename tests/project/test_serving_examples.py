@@ -44,7 +44,11 @@ def test_another_recipe_is_noticed(run, monkeypatch):
     ("mismatch", "step", "setting"),
     [
         ("amax", "amax (tensor amax)", "the largest of gate_proj, up_proj and rollout uses"),
-        ("recipe", "block scale", "recipe nvfp4-te in train and nvfp4-flashinfer-4over6-mse-448 in rollout"),
+        (
+            "recipe",
+            "block scale",
+            "recipe nvfp4-te with decode_rule=product in train and nvfp4-flashinfer-4over6-mse-448 in rollout",
+        ),
         ("activations", "product", "setting: the inputs are quantized differently; see the inputs"),
         ("unit", "product", "unit sm100 in train and dequantized in rollout"),
         ("nibbles", "code", "rollout: the even element of each byte is in the high nibble; swap the nibbles"),
