@@ -202,7 +202,8 @@ def serving_of(op: str, engine: Any, scheme: Any, route: Any = None, format: Any
         elsewhere = dict.fromkeys(row.engine for row in servings() if row.scheme == scheme.lower())
         others = f"; {', '.join(elsewhere)} {'has' if len(elsewhere) == 1 else 'have'} it" if elsewhere else ""
         wrong = f"{op}: scheme is {scheme!r:.60}; {rows[0].engine}"
-        raise ValueError(f"{wrong} {_one_of(schemes, scheme)}{others}")
+        way_out = "; for a scheme that is not known, name the recipe and the format of the checkpoint instead"
+        raise ValueError(f"{wrong} {_one_of(schemes, scheme)}{others}{way_out}")
     for name, given in (("route", route), ("format", format)):
         if given is not None:
             known = [getattr(row, name) or "" for row in found]
