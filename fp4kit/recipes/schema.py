@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cache, lru_cache
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
 
-from fp4kit.arguments import title_of
+from fp4kit.arguments import suggestion, title_of
 from fp4kit.formats import BlockFormat, ElementFormat
 from fp4kit.lazy import FUNCTIONS
 from fp4kit.recipes import rules
@@ -302,6 +302,13 @@ class Recipe:
 
     def __hash__(self) -> int:
         return hash(self.id)  # equal recipes have equal ids; hashing all fields would double the time of a cache lookup
+
+    if not TYPE_CHECKING:  # type checkers know all attributes
+
+        def __getattr__(self, name: str) -> NoReturn:
+            """Raise AttributeError."""
+            near = "; did you mean id?" if name == "name" else suggestion(name, [one.name for one in fields(self)])
+            raise AttributeError(f"'Recipe' object has no attribute {name!r}{near}", name=name, obj=self)
 
     @property
     def title(self) -> str:

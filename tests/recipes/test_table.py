@@ -552,3 +552,9 @@ def test_pages_repeat_the_evidence_of_recipes():
 def test_no_text_repeats_the_evidence():
     """Recipe.evidence is computed, so that a text beside it could become wrong."""
     assert [id for id, r in ALL_RECIPES.items() if re.search("not recorded|erived from", r.exact)] == []
+
+
+@pytest.mark.parametrize(("name", "field"), [("name", "id"), ("roundng", "rounding"), ("element_format", "element")])
+def test_a_misspelled_field_names_the_right_one(name: str, field: str) -> None:
+    with pytest.raises(AttributeError, match=rf"^'Recipe' object has no attribute '{name}'; did you mean {field}\?$"):
+        getattr(RECIPES["nvfp4-te"], name)
