@@ -79,6 +79,10 @@ def test_slices_and_equality(name):
     assert_same(gpu[16:48], host[16:48])
     assert gpu[16:48].equals(host[16:48]) and not gpu[16:48].equals(host[0:32])
     assert type(gpu[16:48].packed) is cupy.ndarray
+    joined = fp4kit.concatenate([gpu[:16], gpu[16:]])
+    assert joined.equals(host) and type(joined.packed) is cupy.ndarray
+    with pytest.raises(ValueError, match=r"^concatenate: qs\[0\] and qs\[1\] are on different devices; move them"):
+        fp4kit.concatenate([gpu, host])
 
 
 @pytest.mark.parametrize("name", NAMES)
