@@ -19,7 +19,7 @@ from __future__ import annotations
 import os
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,8 +35,9 @@ from fp4kit.checkpoint.convert.rows import Folding, folded
 from fp4kit.checkpoint.convert.run_jobs import source_facts
 from fp4kit.checkpoint.model import model_files
 from fp4kit.checkpoint.model.closed_world import check_model
-from fp4kit.checkpoint.model.slabs import Readers, Slab, scalar_of, slabs, tensor_scale_of, values_of
-from fp4kit.checkpoint.model.statistics import sqnr_db
+from fp4kit.checkpoint.model.doubts import CERTAIN, doubt_of
+from fp4kit.checkpoint.model.slabs import Readers, Slab, count_nonfinite, scalar_of, slabs, tensor_scale_of, values_of
+from fp4kit.checkpoint.model.statistics import doubts_of, reference_of, sampled_magnitudes, sqnr_db
 from fp4kit.checkpoint.model.weights import Weight, weights_of
 from fp4kit.checkpoint.selection.names import shared_amax_groups
 from fp4kit.storage.files import CheckpointError, SafetensorsWriter, dump_object, shown, write_file
@@ -151,10 +152,13 @@ def reconcile(
     progress: Progress | None = None,
     ignore: Iterable[str] = (),
     experts: bool = False,
+    allow_loss: bool = False,
 ) -> Reconciliation:
     """Write a copy of an NVFP4 checkpoint in which the parts of every fused layer have one tensor scale.
 
-    With ``experts``, all experts of a layer are parts of one fused layer, gate and up together.
+    With ``experts``, all experts of a layer are parts of one fused layer, gate and up together. Without ``allow_loss``,
+    CheckpointError is raised, before anything is written, if the source differs from its manifest, if its scales are
+    certainly wrong, or if most block scales of a layer would become 0.
     """
     model = model_files.open_source(Path(source))
     if model_files.is_gguf_config(model.config):
@@ -178,9 +182,36 @@ def reconcile(
         changed = {name: one for name, one in repaired.items() if one.stored != one.was}
         target = None if destination is None else Path(destination)
         if target is not None and changed:
-            _write(model, changed, target, readers, progress or (lambda count: None))
+            staging.check_destination(model.root, target)
         repairs = tuple(one.report(readers) for one in changed.values())
+        if changed and not allow_loss and (fault := next(_faults(model, repaired, repairs, readers), "")):
+            raise CheckpointError(f"{fault}; --allow-loss repairs the model as it is")
+        if target is not None and changed:
+            _write(model, changed, target, readers, progress or (lambda count: None))
     return Reconciliation(groups, repairs, target if changed else None)
+
+
+def _faults(
+    model: model_files.Source, repaired: Mapping[str, _Repaired], repairs: Iterable[Repair], readers: Readers
+) -> Iterator[str]:
+    """Yield the faults of the source that a repair would hide, or spread to the other parts of a fused layer."""
+    for line in model_files.differences(model.root) or ():
+        yield f"{model.root}: {line}, and the manifest of a repaired model would hide this; take the model again"
+    weights = [*model.weights.values()]
+    for doubt in doubts_of(sampled_magnitudes(weights), reference_of(weights)):
+        if doubt.severity == "error":
+            yield doubt.line
+    for name, one in repaired.items():
+        if (why := doubt_of(readers, one.weight, one.expert)) in CERTAIN:
+            yield f"{shown(name)}: {why}; take the layer from another copy"
+        for slab in slabs(readers, one.weight, one.expert):
+            if bad := count_nonfinite(one.weight, slab):
+                yield f"{shown(name)}: {bad} values are NaN or infinite; repair the source"
+    for repair in repairs:
+        if 2 * repair.underflow > repair.block_scales:
+            lost = f"{repair.underflow} of {repair.block_scales} block scales would become 0"
+            scales = f"the tensor scale {repair.after:.6g} of {shown(repair.group)}; its own is {repair.before:.6g}"
+            yield f"{shown(repair.name)}: {lost} with {scales}; one of both is wrong; convert the source again"
 
 
 class _Repaired:
@@ -268,7 +299,6 @@ def _write(
         if os.path.lexists(model.root / name)
     ]
     configs = {name: model_files.existing_file(model.root, name) for name in own}
-    staging.check_destination(model.root, target)
     staging.check_space(target, sum(file.size for file in model.files) + sum(file.nbytes for file in beside.copied))
     new: dict[str, np.ndarray] = {}
     for one in changed.values():

@@ -310,7 +310,7 @@ def _reconcile(args: argparse.Namespace, out: Output) -> int:
         raise CheckpointError(f"got {got}; give SRC and DST to write, or --dry-run and SRC to write nothing")
     total = sum(nbytes for _, nbytes in inspect_checkpoint(args.source).totals.values())
     with out.progress("writing", total) as tick:
-        found = reconcile(args.source, args.destination, tick, args.ignore, args.experts)
+        found = reconcile(args.source, args.destination, tick, args.ignore, args.experts, args.allow_loss)
     repairs = [{**vars(repair), "loss": repair.loss} for repair in found.repairs]
     out.document("reconcile/1", {**vars(found), "repairs": repairs})
     columns = {"layer": "{name}", "#tensor scale": "{before:.6g}", "#new one": "{after:.6g}"}
@@ -487,7 +487,7 @@ COMMANDS = {
         [
             path_flag("source", "SRC", "directory of the quantized model"),
             path_flag("destination", "DST", "new directory; written only if something changes", nargs="?"),
-            *flags_of("ignore"),
+            *flags_of("ignore", "allow_loss"),
             flag(
                 "--experts",
                 "also give all experts of a layer one tensor scale, gate and up together, for engines that keep one for"

@@ -189,6 +189,8 @@ def _unusable(name: str, value: float) -> tuple[str, str] | None:
     return None
 
 
+REPAIRABLE = "; fp4kit reconcile repairs it"
+_MOST_REPAIRABLE = 1 << 12  # with a larger factor, one scale is probably wrong, and block scales lose bits or underflow
 _KEPT = {".weight_scale_2": "the largest", ".weight_global_scale": "the largest divisor, which is the smallest scale,"}
 
 
@@ -208,7 +210,7 @@ def _disagreement(engine: str, members: list[str], suffix: str, scales: Mapping[
     ratio = {leaf: (kept / value if suffix == ".weight_scale_2" else value / kept) for leaf, value in values.items()}
     off = ", ".join(f"{leaf} by {factor:.4g}" for leaf, factor in ratio.items() if factor != 1)
     text = f"{suffix[1:]} differs; {which} is used for all{by}, so values are off by a factor: {off}"
-    return f"{text}; fp4kit reconcile repairs it"
+    return text if max(values.values()) > _MOST_REPAIRABLE * min(values.values()) else f"{text}{REPAIRABLE}"
 
 
 def _scale_findings(layers: Iterable[str], scales: Mapping[str, float], engines: Iterable[str]) -> Iterator[Issue]:

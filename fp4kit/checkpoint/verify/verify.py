@@ -19,7 +19,7 @@ from fp4kit.checkpoint.containers.table import CODES, INPUT_SCALE, SCALES, TENSO
 from fp4kit.checkpoint.convert.job import DEQUANTIZE, RENAME
 from fp4kit.checkpoint.convert.run_jobs import leftovers_of, source_facts
 from fp4kit.checkpoint.executors import Options, executor_of, run_all, start_devices
-from fp4kit.checkpoint.loaders.requirements import Sharding, obstacles, sharding_of
+from fp4kit.checkpoint.loaders.requirements import REPAIRABLE, Sharding, obstacles, sharding_of
 from fp4kit.checkpoint.model.closed_world import ATTENTION, LEFT_OUT, check_model, is_attention_scale
 from fp4kit.checkpoint.model.doubts import CERTAIN, SWAPPED_NIBBLES, swapped_layers
 from fp4kit.checkpoint.model.inspect import Checkpoint
@@ -581,6 +581,8 @@ def execute(prepared: Verification, options: Options | None = None) -> VerifyRep
     for name, count in sorted(changed):
         if name not in smoothing.norms:
             issues.append(Issue("error", name, "bytes of a copied tensor that differ from the source", count=count))
+    if any(issue.severity == "error" and not issue.loader for issue in issues):  # reconcile may refuse or spread it
+        issues = [replace(issue, text=issue.text.removesuffix(REPAIRABLE)) for issue in issues]
     settings, recipes = prepared.settings, None
     if settings.recipe is not None and any(check.stored.container is not None for check in prepared.checks):
         recipes = ", ".join([settings.recipe.title, *(f"{pattern}={one.title}" for pattern, one in settings.patterns)])

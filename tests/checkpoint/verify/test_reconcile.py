@@ -9,7 +9,7 @@ from changed_bytes import change
 
 import fp4kit
 from fp4kit.checkpoint import convert
-from fp4kit.checkpoint.model.model_files import INDEX, differences, open_source
+from fp4kit.checkpoint.model.model_files import INDEX, MANIFEST, differences, open_source
 from fp4kit.checkpoint.model.slabs import Readers, slabs, values_of
 from fp4kit.checkpoint.model.weights import located, weights_of
 from fp4kit.checkpoint.reconcile import reconcile
@@ -24,7 +24,11 @@ SCALE = {"modelopt": "weight_scale_2", "compressed-tensors": "weight_global_scal
 
 
 def scale(root, form, factors):
-    """Multiply the decoded tensor scales of some layers of a checkpoint. factors: {end of a layer's name: factor}."""
+    """Multiply the decoded tensor scales of some layers of a checkpoint, as if another tool had made it.
+
+    factors: {end of a layer's name: factor}
+    """
+    (root / MANIFEST).unlink(missing_ok=True)
     for leaf, factor in factors.items():
         by = np.float32(factor)
         change(
@@ -89,7 +93,7 @@ def test_the_loss_is_reported(quantized, tmp_path, factors):
     assert {name for name in old if old[name] != new[name]} == touched
     names = [{path.name for path in folder.iterdir()} for folder in (root, tmp_path / "out")]
     # The contract is left out, because repaired scales are those of no recipe.
-    assert INDEX in names[0] and names[0] - {CONTRACT} == names[1]
+    assert INDEX in names[0] and names[0] - {CONTRACT} == names[1] - {MANIFEST}
     for name in {INDEX, "config.json", "hf_quant_config.json"} & names[0]:
         assert (root / name).read_bytes() == (tmp_path / "out" / name).read_bytes()
     assert differences(tmp_path / "out") == [] and reconcile(tmp_path / "out", None).repairs == ()
@@ -113,11 +117,32 @@ def test_refusals(quantized, tmp_path):
         reconcile(tmp_path / "mx", None)
     scale(root, form, {"up_proj": 0.3})
     with synthetic.refused("exists"):
-        reconcile(root, tmp_path / "in")
+        reconcile(root, root)
     scale(root, form, {"up_proj": np.nan})
     with synthetic.refused("is not a positive normal float32"):
         reconcile(root, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_corrupt_scale_is_not_spread(quantized, tmp_path):
+    """A damaged tensor scale is no disagreement to repair: reconcile refuses it, and verify does not advise it.
+
+    Block scales are checked as by convert.
+    """
+    form, root = quantized
+    name, up = f"layers.1.self_attn.k_proj.{SCALE[form]}", np.float32(10 if form == "modelopt" else 0.1)
+    for text, power in (("s: its content differs", -7), ("128 of 128 block scales would", 0), ("allow values up", 14)):
+        change(root, name, lambda x, by=up**power: x * by)
+        with synthetic.refused(text):
+            reconcile(root, tmp_path / "out")
+        assert not any("reconcile" in issue.text for issue in verify(root).issues)
+        (root / MANIFEST).unlink(missing_ok=True)
+    assert main(["reconcile", str(root), str(tmp_path / "out"), "--allow-loss", "--quiet"]) == 0
+    scale(root, form, {"layers.1.self_attn.k_proj": 1e-7, "up_proj": 0.3})
+    for code, text in ((0, "most block scales are zero although their codes are not"), (127, "6144 values are NaN or")):
+        change(root, "mlp.up_proj.weight_scale", lambda x, new=code: np.where(x >= 0, new, x), np.uint8)
+        with synthetic.refused(f"mlp.up_proj: {text}"):
+            reconcile(root, None)
 
 
 def stored_scales(root):
@@ -158,6 +183,7 @@ def test_divisors_of_one_reciprocal_are_repaired(tmp_path):
 
     for leaf, divisor in (("q", twins[0]), ("k", np.nextafter(twins[0], np.float32(2))), ("v", twins[0])):
         change(tmp_path / "q", f"{leaf}_proj.weight_global_scale", lambda x, new=divisor: np.full_like(x, new))
+    (tmp_path / "q" / MANIFEST).unlink()
     errors = [issue.text for issue in verify(tmp_path / "q").issues if issue.severity == "error"]
     assert any("reconcile repairs it" in text for text in errors)
     found = reconcile(tmp_path / "q", tmp_path / "out")
