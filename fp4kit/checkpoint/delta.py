@@ -263,6 +263,7 @@ def diff(base: str | Path, new: str | Path, patch: str | Path, progress: Tick | 
     """
     old, young, target = Path(base), Path(new), Path(patch)
     _check_kinds(old, young)
+    staging.check_apart(target, old, young)
     if target.exists():
         raise CheckpointError(f"{target}: exists; name a new file, or remove it first")
     if not target.parent.is_dir():
@@ -513,6 +514,7 @@ def apply(
     opened = open_patch(Path(patch))
     _check_base(root, opened)
     paths = {} if opened.is_directory else paths_to_write(opened.result, target)
+    staging.check_apart(target, Path(patch))
     staging.check_destination(root, target, paths.values(), resume)
     if not resume:
         staging.check_space(target, sum(facts.nbytes for facts in opened.result.values()))

@@ -78,7 +78,7 @@ def partial_of(destination: Path) -> Path:
 def check_destination(source: Path, destination: Path, paths: Iterable[Path] = (), resume: bool = False) -> None:
     """Raise CheckpointError if a run cannot write ``destination``."""
     # The destination must not exist, and its parent must be a writable directory.
-    # The destination must not be inside the source, nor the source inside the destination.
+    check_apart(destination, source)  # before the advice to remove what exists
     moved = _moved_files(destination) if resume else {}
     for path in dict.fromkeys((destination, *paths)):
         if os.path.lexists(path) and path.absolute() not in moved:
@@ -87,12 +87,19 @@ def check_destination(source: Path, destination: Path, paths: Iterable[Path] = (
         raise CheckpointError(f"{destination}: its parent directory does not exist; create {destination.parent} first")
     if not os.access(destination.parent, os.W_OK | os.X_OK):
         raise CheckpointError(f"{destination}: no write permission in {destination.parent}; name another directory")
-    real_source = resolved(source)
-    real = resolved(destination.parent) / destination.name
-    if real.is_relative_to(real_source):
-        raise CheckpointError(f"{destination}: is inside the source {source}; name a directory outside it")
-    if real_source.is_relative_to(real):
-        raise CheckpointError(f"{destination}: contains the source {source}; name another directory")
+
+
+def check_apart(destination: Path, *sources: Path) -> None:
+    """Raise CheckpointError if ``destination`` is one of the sources, contains one, or is inside one."""
+    real = Path(os.path.realpath(resolved(destination.parent) / destination.name))
+    for source in sources:
+        real_source = resolved(source)
+        if real == real_source:
+            raise CheckpointError(f"{destination}: is the source {source}, which is never changed; give another name")
+        if real.is_relative_to(real_source):
+            raise CheckpointError(f"{destination}: is inside the source {source}; name a directory outside it")
+        if real_source.is_relative_to(real):
+            raise CheckpointError(f"{destination}: contains the source {source}; name another directory")
 
 
 def free_space(destination: Path) -> int:

@@ -51,7 +51,7 @@ def _verify(args: argparse.Namespace, out: Output) -> int:
     gives = args.activations or args.activation_rule or args.unseen_experts
     activations = activations_of(args, *recorded_activations(Path(args.path))) if gives else None
     if args.html is not None:
-        _check_page(args.html, Path(args.path))
+        _check_page("--html", args.html, args.path, args.source)
     ranks = {"tp": args.tp, "ep": args.ep}
     with cluster(args.dask) as executor:
         options = Options(args.workers, executor, devices_of(args), processes=True)
@@ -69,13 +69,12 @@ def _verify(args: argparse.Namespace, out: Output) -> int:
     return DONE if report.clean else DIFFERENT
 
 
-def _check_page(page: Path, model: Path) -> None:
-    """Raise CheckpointError if the HTML page cannot be written, or if its path is inside the checkpoint."""
-    # A page inside the checkpoint would change it.
-    start = f"--html {shown(str(page))}"
+def _check_page(option: str, page: Path, *models: str | None) -> None:
+    """Raise CheckpointError if a file cannot be written, or if its path is a checkpoint or inside one."""
+    start = f"{option} {shown(str(page))}"
     if page.is_dir() or not page.parent.is_dir():
         raise CheckpointError(f"{start}: cannot be written; a file name in a directory that exists is needed")
-    if page.resolve().is_relative_to(model.resolve()):
+    if any(page.resolve().is_relative_to(Path(model).resolve()) for model in models if model):
         raise CheckpointError(f"{start}: lies inside the checkpoint, which it would change; choose another directory")
 
 
@@ -257,6 +256,7 @@ def _contract(args: argparse.Namespace, out: Output) -> int:
     found = stored if row is None else row.contract
     assert found is not None
     if args.out is not None:
+        _check_page("--out", args.out, args.path)
         found.save(args.out)
     facts = {} if row is None else {**_serving_row(row), "loads": dict(_loads(row))}
     out.lines(map(shown, str(found).splitlines()))

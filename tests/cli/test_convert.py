@@ -59,7 +59,7 @@ def test_destinations_without_a_name(destination: str, tmp_path: Path, run: Run,
     for options in ((), ("--resume",)):
         code, out, err = run("convert", *options, tmp_path / "m", destination)
         assert (code, out, err.count("\n")) == (2, "", 1)
-        assert err.endswith(": exists; name a new directory, or remove it first\n")
+        assert err.endswith((": exists; name a new directory, or remove it first\n", "/m; name another directory\n"))
     assert run("convert", "--remove-stale", destination) == (0, "", "")
 
 

@@ -418,6 +418,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "by nvfp4-vllm-static, with static amaxes" in rule_of_inputs(served.activations, "amaxes")
     known = ["contract", "--engine", "transformers", "--scheme", "nvfp4-w4a4"]
     assert main([*known, "--out", str(tmp_path / "c.json")]) == 0
+    assert main(["contract", read := str(tmp_path / "c.json"), "--out", read]) == 2
     printed = capsys.readouterr().out
     assert "activations: nvfp4-compressed-tensors-static" in printed
     assert "models dense, llama, llama4, granite_moe, vlm: loads\n" in printed

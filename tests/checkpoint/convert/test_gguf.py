@@ -269,7 +269,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
             run(tmp_path / "m.gguf", **options)
     with refused("out: the result is a GGUF file, whose name ends in .gguf"):
         convert(tmp_path / "m.gguf", tmp_path / "out")
-    with refused("m.gguf: exists; name a new directory, or remove it first"):
+    with refused("m.gguf: is the source"):
         convert(tmp_path / "m.gguf", tmp_path / "m.gguf")
     synthetic.bert(tmp_path / "model")
     with refused('--format gguf: architectures is ["BertModel"]; model directories of LlamaForCausalLM'):

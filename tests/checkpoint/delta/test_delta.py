@@ -158,6 +158,11 @@ def test_files_that_are_no_patch(tmp_path: Path) -> None:
         diff(tmp_path / "m", tmp_path / "m", tmp_path / "x")
     with refused("its parent directory does not exist; create "):
         diff(tmp_path / "m", tmp_path / "m", tmp_path / "none" / "z")
+    with refused("config.json: is inside the source"):  # without advice to remove it
+        diff(tmp_path / "m", tmp_path / "m", tmp_path / "m" / "config.json")
+    diff(tmp_path / "m", tmp_path / "m", tmp_path / "p")
+    with refused("p: is the source"):
+        apply(tmp_path / "m", tmp_path / "p", tmp_path / "p")
 
 
 def test_an_interrupted_run_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

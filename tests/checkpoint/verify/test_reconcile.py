@@ -116,7 +116,7 @@ def test_refusals(quantized, tmp_path):
     with synthetic.refused("has no layer in NVFP4 of Model-Optimizer or compressed-tensors"):
         reconcile(tmp_path / "mx", None)
     scale(root, form, {"up_proj": 0.3})
-    with synthetic.refused("exists"):
+    with synthetic.refused("is the source"):
         reconcile(root, root)
     scale(root, form, {"up_proj": np.nan})
     with synthetic.refused("is not a positive normal float32"):

@@ -602,6 +602,15 @@ def test_command_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str], argu
     assert text in capsys.readouterr().err
 
 
+def test_no_file_of_a_model_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Pages and contracts replace a file of their name, but none of the checkpoint or its source."""
+    model, source = made(tmp_path)
+    page, out = (str(root / "config.json") for root in (source, model))
+    assert main(["verify", str(model), "--source", str(source), "--html", page]) == 2
+    assert main(["contract", str(model), "--out", out]) == 2
+    assert capsys.readouterr().err.count("config.json: lies inside the checkpoint, which it would change") == 2
+
+
 def test_a_damaged_header_is_an_error(tmp_path: Path) -> None:
     model, source = made(tmp_path)
     (model / "model-00001-of-00002.safetensors").write_bytes(b"\x00" * 40)
