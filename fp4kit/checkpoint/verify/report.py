@@ -55,16 +55,18 @@ def summary_of(report: VerifyReport) -> Iterator[str]:
     if not report.layers:
         return
     named = {issue.subject for issue in report.issues}
-    total, faulty = len(report.layers), sum(layer.name in named for layer in report.layers)
-    text = f"{total - faulty} of {counted(total, 'layer')} as expected"
+    total, sound = len(report.layers) + len(report.unread), sum(layer.name not in named for layer in report.layers)
+    text = f"{sound} of {counted(total, 'layer')} as expected"
     if report.source is not None and not any(layer.compared for layer in report.layers):
         text = (
-            f"{total - faulty} of {counted(total, 'layer')} without a fault; no bytes were compared: name the recipe by"
+            f"{sound} of {counted(total, 'layer')} without a fault; no bytes were compared: name the recipe by"
             " --recipe, which fp4kit identify finds"
         )
     if report.source is None:
         text = f"names, shapes and dtypes of {text}; values were not compared: give --source SRC"
-    if faulty:
+    if report.unread:
+        text += f"; not read: {listed(report.unread)}"
+    if sound < len(report.layers):
         worst = worst_first(report)[0]
         why = next(issue.sentence for issue in report.issues if issue.subject == worst.name)
         text += f"; the worst: {shown(worst.name)}: {shown(why)}"

@@ -20,7 +20,7 @@ from fp4kit.checkpoint.convert.job import DEQUANTIZE, RENAME
 from fp4kit.checkpoint.convert.run_jobs import leftovers_of, source_facts
 from fp4kit.checkpoint.executors import Options, executor_of, run_all, start_devices
 from fp4kit.checkpoint.loaders.requirements import REPAIRABLE, Sharding, obstacles, sharding_of
-from fp4kit.checkpoint.model.closed_world import ATTENTION, LEFT_OUT, check_model, is_attention_scale
+from fp4kit.checkpoint.model.closed_world import ATTENTION, LEFT_OUT, REFUSED, check_model, is_attention_scale, split
 from fp4kit.checkpoint.model.doubts import CERTAIN, SWAPPED_NIBBLES, swapped_layers
 from fp4kit.checkpoint.model.inspect import Checkpoint
 from fp4kit.checkpoint.model.model_files import MANIFEST, Source, differences, load_manifest, open_original
@@ -121,6 +121,7 @@ class VerifyReport:
     issues: errors, then warnings.
     parallel: the sizes of tensor parallelism that the checkpoint allows; None for one that vLLM and SGLang do not load.
     unmeasured: the number of layers whose input scales were compared neither with activations nor with the source.
+    unread: the names of the layers that are not in ``layers``, because fp4kit refuses to read their tensors.
     """
 
     path: Path
@@ -135,6 +136,7 @@ class VerifyReport:
     issues: tuple[Issue, ...]
     parallel: Sharding | None = None
     unmeasured: int = 0
+    unread: tuple[str, ...] = ()
 
     def __bool__(self) -> bool:
         """Return ``clean``: True if no issue is an error."""
@@ -154,7 +156,8 @@ class VerifyReport:
     def verdict(self) -> str:
         """The result in one line, such as "37 layers, files match the manifest; errors: 0, warnings: 0"."""
         count = len(self.issues) - self.errors
-        text = f"{counted(len(self.layers), 'layer')}, {_MANIFEST_IS[self.manifest]}"
+        unread = f", {len(self.unread)} not read" * bool(self.unread)
+        text = f"{counted(len(self.layers), 'layer')}{unread}, {_MANIFEST_IS[self.manifest]}"
         if self.source is not None:
             differing = sum(layer.differing for layer in self.layers)
             if compared := sum(layer.compared for layer in self.layers):
@@ -213,6 +216,7 @@ class Verification:
     parallel: the sizes of tensor parallelism that the checkpoint allows; None for one that vLLM and SGLang do not load.
     reference: the amax of unquantized matrices, if the checkpoint is verified alone; None if there are none.
     input_scales: the layers whose input scales no activations were given for.
+    unread: the layers whose tensors fp4kit refuses to read.
     """
 
     root: Path
@@ -224,6 +228,7 @@ class Verification:
     parallel: Sharding | None = None
     reference: float | None = None
     input_scales: frozenset[str] = frozenset()
+    unread: tuple[str, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -304,12 +309,14 @@ def prepare(
     model = findings.opened(Path(destination))
     issues, model, turned, scales = findings.findings_of_files(model, tuple(ignore))
     parallel = None if model.root.is_file() else sharding_of(model.weights.values(), model.config or {})
+    refused = [split(one.name)[0] for one in turned.items if (one.group, one.place) == (REFUSED, "tensor")]
+    unread = tuple(dict.fromkeys(refused))
     issues += _cut_layers(model, tp, ep)
     swapped = swapped_layers(model.weights.values(), model.tensors)
     issues += [Issue("warning", one.name, SWAPPED_NIBBLES) for one in swapped]
     issues += [] if activations is None else findings.unlike_activations(model.layers.values(), scales, activations)
     with_scale = (name for name, weight in model.layers.items() if INPUT_SCALE in weight.parts)
-    input_scales = frozenset(with_scale if activations is None else ())
+    inputs = frozenset(with_scale if activations is None else ())
     given = tuple((pattern, find_recipe(one)) for pattern, one in recipes)
     manifest = load_manifest(model.root) or {}
     settings, texts = _settings(model, manifest, recipe, options or Options(), search, given)
@@ -320,7 +327,7 @@ def prepare(
             tuple(reencode.checks_of(model.layers.values(), {}, settings)),
             reference_of(model.weights.values()),
         )
-        return Verification(model.root, None, settings, checks, (), tuple(issues), parallel, reference, input_scales)
+        return Verification(model.root, None, settings, checks, (), tuple(issues), parallel, reference, inputs, unread)
     original = open_original(Path(source), Path(destination))
     facts, now = manifest.get("source"), source_facts(original)
     if isinstance(facts, dict):
@@ -333,7 +340,7 @@ def prepare(
         wrong = f"{listed([str(form) for form in forms])} cannot store {find_recipe(recipe).id}"
         raise CheckpointError(f"--recipe: {wrong}, so no byte could be compared; give the right recipe, or none")
     found = (*issues, *more)
-    return Verification(model.root, original.root, settings, checks, copies, found, parallel, None, input_scales)
+    return Verification(model.root, original.root, settings, checks, copies, found, parallel, None, inputs, unread)
 
 
 _OTHER_SOURCE = "is not the source file that was converted: its size or header differs"
@@ -599,6 +606,7 @@ def execute(prepared: Verification, options: Options | None = None) -> VerifyRep
         tuple(sorted(dict.fromkeys(issues), key=lambda issue: issue.severity)),
         prepared.parallel,
         len(prepared.input_scales - {one.check.stored.name for one in found if one.compared.get(INPUT_SCALE)}),
+        prepared.unread,
     )
 
 

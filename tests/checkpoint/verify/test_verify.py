@@ -43,6 +43,7 @@ from fp4kit.checkpoint.loaders import support
 from fp4kit.checkpoint.model.model_files import MANIFEST, open_source
 from fp4kit.checkpoint.model.slabs import Readers, codes_of, slabs
 from fp4kit.checkpoint.model.statistics import StoredCounts, amax_and_nonfinite, sqnr_db, tally
+from fp4kit.checkpoint.verify.report import summary_of
 from fp4kit.checkpoint.verify.verify import LayerReport, VerifyReport, prepare
 from fp4kit.checkpoint.verify.verify import verify_checkpoint as verify
 from fp4kit.cli import main
@@ -600,6 +601,18 @@ def test_command_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str], argu
     model, source = made(tmp_path)
     assert main(["verify", str(model), *(a.format(model=model, source=source) for a in arguments)]) == 2
     assert text in capsys.readouterr().err
+
+
+def test_a_layer_that_is_not_read_is_counted(tmp_path: Path) -> None:
+    model, source = made(tmp_path)
+    total = len(verify(model, source).layers)
+    for path in model.glob("*.safetensors"):
+        start, turned = f'"{Q}.weight":{{"dtype":"U8","shape":'.encode(), (b"[64,32]", b"[32,64]")
+        path.write_bytes(path.read_bytes().replace(start + turned[0], start + turned[1]))
+    for report in (verify(model, source), verify(model)):
+        assert report.unread == (Q,) and f"{total - 1} layers, 1 not read" in report.verdict
+        (text, *_) = summary_of(report)
+        assert f"{total - 1} of {total} layers as expected" in text and text.endswith(f"not read: {Q}")
 
 
 def test_no_file_of_a_model_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
