@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fp4kit.arguments import flag
+from fp4kit.checkpoint.containers.table import INPUT_SCALE
 from fp4kit.checkpoint.executors import Options, cluster
 from fp4kit.checkpoint.findings import lines_of, recorded_activations
 from fp4kit.checkpoint.loaders import requirements, support
@@ -128,12 +129,12 @@ def _next_step(report: VerifyReport) -> str:
         return ""
     if report.source is None:
         return f"fp4kit verify {path} --source SRC"
-    names = {layer.name for layer in report.layers}
-    if any(layer.differing for layer in report.layers) or any(
-        issue.severity == "error" and issue.subject in names for issue in report.issues
-    ):
-        return f"fp4kit identify {path} --source {shlex.quote(str(report.source))}, which says what made the layers"
-    return ""
+    names, source = {layer.name for layer in report.layers}, shlex.quote(str(report.source))
+    errors = [one for one in report.issues if one.severity == "error" and one.subject in names]
+    of_inputs = {layer.name for layer in report.layers if {one.part for one in layer.first} == {INPUT_SCALE}}
+    if any(one.subject not in of_inputs and not one.text.startswith("input_") for one in errors):
+        return f"fp4kit identify {path} --source {source}, which says what made the layers"
+    return f"fp4kit convert {source} NEW --activations FILE, which writes new input scales" if errors else ""
 
 
 def _cells(layer: LayerReport) -> tuple[str, ...]:
