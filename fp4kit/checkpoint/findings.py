@@ -144,11 +144,11 @@ def _planned_scalar(
 
 
 def lines_of(issues: Iterable[Issue]) -> list[tuple[str, str]]:
-    """Return (severity, text) per group of issues that differ in their subjects alone, in the words of verify."""
-    return [
-        (issue.severity, f"{f'{issue.loader}: ' * bool(issue.loader)}{listed(subjects)}: {shown(issue.sentence)}")
-        for issue, subjects in grouped(issues)
-    ]
+    """Return (severity, text) per group of issues that differ in subjects or engines alone, in the words of verify."""
+    found: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for issue, subjects in grouped(issues):
+        found[issue.severity, f"{listed(subjects)}: {shown(issue.sentence)}"] += [issue.loader] * bool(issue.loader)
+    return [(severity, ": ".join([", ".join(who)] * bool(who) + [text])) for (severity, text), who in found.items()]
 
 
 def engines_that_load(format_name: str, config: Mapping[str, Any], issues: Iterable[Issue]) -> tuple[str, ...]:
@@ -628,8 +628,8 @@ def noise_of(name: str, found: float | None, usual_db: float | None, bits: int, 
         if is_of_recipe
         else "run fp4kit identify with this source"
     )
-    below = f"{usual_db - found:.1f} dB below what {bits} bits usually give on this layer"
-    yield Issue("error", name, f"SQNR is {found:.1f} dB, {below}; {end}")
+    low = f"SQNR is {found:.1f} dB, {usual_db - found:.1f} dB below what {bits} bits usually give on this layer"
+    yield Issue("error", name, f"{low if math.isfinite(found) else 'values are NaN or infinite'}; {end}")
 
 
 _EMPTIED = (

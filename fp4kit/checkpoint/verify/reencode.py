@@ -35,7 +35,7 @@ from fp4kit.checkpoint.convert.run_jobs import PIECE, join_group, measure_job, p
 from fp4kit.checkpoint.executors import run_all
 from fp4kit.checkpoint.findings import is_low, noise_of, zeros_of
 from fp4kit.checkpoint.identify.corruptions import StoredLayer
-from fp4kit.checkpoint.identify.diagnose import Fp8Layer, explain, explain_fp8, without_numbers
+from fp4kit.checkpoint.identify.diagnose import Fp8Layer, explain, explain_fp8
 from fp4kit.checkpoint.identify.run import stored_layer
 from fp4kit.checkpoint.model.doubts import doubt_of
 from fp4kit.checkpoint.model.inspect import inspect_checkpoint
@@ -754,5 +754,4 @@ def _fault_of(check: Check, members: list[Check], readers: Readers) -> str:
         cause = explain_fp8(parts, x, shared).cause
         return "scales are stored as their reciprocals" if cause is not None and "inverted" in cause else ""
     assert isinstance(parts, StoredLayer)
-    mishap = explain(parts, x, amaxes=shared, unnamed=False).mishap
-    return "" if mishap is None else without_numbers(mishap)
+    return explain(parts, x, amaxes=shared, unnamed=False).mishap or ""

@@ -734,6 +734,8 @@ def _doubtful_magnitudes(
 def _too_far(layer: LayerReport, smoothed_db: float | None, is_weighted: bool) -> Iterator[Issue]:
     """Yield an error if a layer is much farther from its source than its format requires (see MARGIN_DB)."""
     is_of_recipe = bool(layer.compared) and not layer.differing
+    if layer.tally.nan_codes or layer.tally.nan_scales:  # which is an error of its own
+        return
     if layer.usual_db is not None and not (is_of_recipe and is_weighted):
         sqnr = layer.tally.sqnr_db if smoothed_db is None else smoothed_db
         yield from findings.noise_of(

@@ -266,9 +266,8 @@ def test_parts_with_different_tensor_scales(quantized: tuple[str, Path], tmp_pat
     form, root = quantized
     assert not any(DIFFERENT in text for text in make_plan(root, format=form).warnings)
     change(root, f"q_proj.{SCALE[form]}", lambda scale: scale * 2)
-    warnings = [text for text in make_plan(root, format=form).warnings if DIFFERENT in text]
-    assert [text.partition(" ")[0] for text in warnings] == ["vLLM", "SGLang"]
-    assert all(text.count("(q_proj|k_proj|v_proj)") == 2 for text in warnings)
+    (text,) = (text for text in make_plan(root, format=form).warnings if DIFFERENT in text)  # one of both engines
+    assert text.startswith("vLLM ") and ", SGLang " in text and text.count("(q_proj|k_proj|v_proj)") == 2
     assert not any(DIFFERENT in text for text in make_plan(root, format="bf16").warnings)
     convert(root, tmp_path / "out", format=form)
     reconcile(tmp_path / "out", tmp_path / "repaired")

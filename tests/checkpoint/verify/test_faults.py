@@ -105,6 +105,17 @@ def test_lost_scales_are_named_and_not_their_noise(sound: Path, tmp_path: Path) 
     assert any("the scales were lost" in text for text in texts) and not any("SQNR" in text for text in texts)
 
 
+@pytest.mark.parametrize("factor", [np.nan, 3])
+def test_nan_and_the_needed_tensor_scale_are_named(factor: float, sound: Path, tmp_path: Path) -> None:
+    """NaN have no SQNR, and a wrong tensor scale is told with the one that is needed, as identify tells it."""
+    root = copied(sound / "nvfp4-modelopt", tmp_path / "m", True)
+    right = next(one.tensor_scale for one in verify(root, sound / "s").layers if one.name == LAYER)
+    change(root, f"{LAYER}.weight_scale_2", lambda x: x * np.float32(factor))
+    texts = [one.text for one in verify(root, sound / "s").issues if one.subject == LAYER]
+    assert any(f"{right:.9g} is needed), as the source shows" in one for one in texts)
+    assert sum("SQNR is" in one for one in texts) == (factor == 3) == 1 - sum("values are NaN" in one for one in texts)
+
+
 @pytest.mark.parametrize("recipe", FORMS)
 def test_sound_layers_have_no_fault(sound: Path, tmp_path: Path, recipe: str) -> None:
     """No fault is named in a sound checkpoint, not even if it is compared by another recipe."""
