@@ -113,7 +113,7 @@ def _identify(args: argparse.Namespace, out: Output) -> int:
     rows, sets = [], dict[str, str]()  # names of recipes -> what stands for them in the table
     for layer in verdict.layers if args.all else verdict.exceptions:
         found = layer.explanation
-        text = found.sentence if args.all else short_text(found.sentence, found.recipes)
+        text = found.sentence if args.all else short_text(found.sentence, found.recipes or found.nearly)
         if args.all and len(found.recipes) > MOST_RECIPES:
             names = either(found.recipes)
             text = text.replace(names, sets.setdefault(names, f"any of set {len(sets) + 1}"), 1)

@@ -276,8 +276,7 @@ class Identification(Shown):
         if not self.matches:
             return "no recipe has this format"
         best = self.matches[0]
-        share = min(100 * best.fraction, 99.99)
-        text = f"no recipe reproduces all bytes; nearest is {self._nearest} with {share:.2f}% of bytes"
+        text = f"no recipe reproduces all bytes; nearest is {self._nearest} with {part_of(best.equal, best.total)}"
         if best.fraction >= 0.5:
             return text
         if 0 in (differ := {m.scales_differ for m in self.matches}) and differ != {0}:
@@ -348,6 +347,18 @@ def _named(names: Sequence[str]) -> str:
 def either(names: Sequence[str]) -> str:
     """Return the names joined as "a, b or c"; a single name is returned unchanged. names: at least one."""
     return " or ".join(filter(None, (", ".join(names[:-1]), names[-1])))
+
+
+def is_few(count: int, total: int) -> bool:
+    """Return whether so few of ``total`` bytes differ that they were probably damaged: at most 0.1%, or 8 of many."""
+    return count <= max(min(8, total // 100), total // 1000)
+
+
+def part_of(equal: int, total: int, what: str = "bytes") -> str:
+    """Return a part as text: "99.82% of bytes", rounded down, or "all but 3 of 73,728 bytes" if few are missing."""
+    if is_few(total - equal, total):
+        return f"all but {total - equal:,} of {total:,} {what}"
+    return f"{equal * 10000 // max(total, 1) / 100:.2f}% of {what}"
 
 
 def _variation_verdict(variations: Sequence[Variation]) -> str:

@@ -24,7 +24,7 @@ from fp4kit.checkpoint.model.doubts import LOST_SCALES
 from fp4kit.checkpoint.model.statistics import amax_and_nonfinite, sqnr_db
 from fp4kit.formats import E4M3, FLOATS, ElementFormat
 from fp4kit.layouts import packed, unpacked
-from fp4kit.ops.identify import candidates_of, either, ranked
+from fp4kit.ops.identify import candidates_of, either, is_few, part_of, ranked
 from fp4kit.ops.quantize import quantize
 from fp4kit.ops.transforms import unswizzle
 from fp4kit.quantized.container import Quantized
@@ -51,6 +51,7 @@ NEAR = (
     "near the source, but not equal to it: probably made from a model near it, such as one before or after"
     " fine-tuning, or from weights in a higher precision"
 )
+DAMAGED = "few bytes differ from a recipe's: it made all others, so that these were probably changed afterwards"
 GIVEN_SCALES = "searched scales: codes are right under the stored scales, which no rule known to fp4kit gives"
 
 
@@ -94,6 +95,7 @@ class Diagnosis:
     dtype: "bfloat16", "float16" or "float32" if recipes reproduce every byte, but only from the source converted to
         this dtype; otherwise "".
     how: what to try first on similar layers; None if nothing is known.
+    nearly: the titles of the recipes that reproduce all but few bytes, if no recipe reproduces every byte.
     """
 
     recipe: str | None
@@ -113,6 +115,7 @@ class Diagnosis:
     correlation: float | None = None
     dtype: str = ""
     how: MadeBy | None = field(default=None, repr=False, compare=False)
+    nearly: tuple[str, ...] = field(default=(), repr=False)
 
     @property
     def share(self) -> float:
@@ -379,8 +382,17 @@ def _nearest_or_cause(plain: Layout, trial: SampleVerdict, unnamed: bool, is_lik
     """
     assert trial.nearest is not None  # because every format has a recipe to compare with
     layer, x = plain.evidence.layer, plain.evidence.x
-    tally, mishaps = hypotheses.count_matches(trial.nearest), "; ".join(trial.nearest.mishaps)
-    text = f"nearest is {trial.nearest.recipe.title} with {percent(tally.share)} of bytes"
+    tried = trial.best if trial.score >= DAMAGED_SHARE else trial.best[:1]
+    tallies = [(hypotheses.count_matches(h), h) for h in tried]
+    tally, best = max(tallies, key=lambda pair: pair[0].share)
+    given, mishaps = part_of(tally.codes + tally.scales, tally.total), "; ".join(best.mishaps)
+    if is_few(tally.total - tally.codes - tally.scales, tally.total) and tally.tensor_scales_agree:
+        alike = (h for found, h in tallies if found == tally and h.mishaps == best.mishaps)
+        nearly = tuple(dict.fromkeys(h.recipe.title for h in alike))
+        place = "" if layer.some_rows else f"; first: {tally.first}"  # rows of a sample have other numbers
+        text = f"{either(nearly)} made {given}" + (f", if {mishaps}" if mishaps else place)
+        return _diagnosis(tally, text, cause=DAMAGED, nearly=nearly)
+    text = f"nearest is {best.recipe.title} with {given}"
     text += f", if {mishaps}" * bool(mishaps)
     text = (_variation(plain) if unnamed else None) or text
     scale = layer.recipe.scale
@@ -399,11 +411,6 @@ def _nearest_or_cause(plain: Layout, trial: SampleVerdict, unnamed: bool, is_lik
         text = f"{NEAR}; correlation {likeness.correlation:.4f}, {nearest.sentence.rpartition(': ')[2]}"
         return replace(nearest, cause=NEAR, sentence=text)
     return nearest
-
-
-def percent(share: float) -> str:
-    """Return a share that is not the whole as text, such as "99.99%"."""
-    return f"{min(100 * share, 99.99):.2f}%"
 
 
 def _has_own_tensor_scale(plain: Layout) -> bool:
@@ -445,7 +452,7 @@ def _explained_under_stored_scales(plain: Layout, trial: SampleVerdict) -> Diagn
     rule = "the stored block scales, which no rule known to fp4kit gives"
     text = f"searched scales: codes are those of {whose} under {rule}"
     if nearest.share > DAMAGED_SHARE:
-        text += f"; {name} gives {percent(nearest.share)} of bytes"
+        text += f"; {name} gives {part_of(nearest.codes + nearest.scales, nearest.total)}"
     method = "searched scales" if known_methods.fit_of(evidence.layer, evidence.x).has_signal else None
     return _diagnosis(codes_only, text, cause=GIVEN_SCALES, method=method, searched=True, how=how)
 
@@ -672,7 +679,7 @@ def explain_fp8(layer: Fp8Layer, x: np.ndarray, amaxes: tuple[float, ...] = ()) 
     if max(_quotients(inverted, x).values()) >= _NEARLY_ALL_NEAREST * codes:
         cause = f"{name}: scales are inverted, because their reciprocals decode to the source"
         return _diagnosis(tally, cause, cause=cause)
-    nearest = f"{percent(tally.codes / max(codes, 1))} of codes are nearest under the stored scales"
+    nearest = f"{part_of(tally.codes, codes, 'codes')} are nearest under the stored scales"
     correlation, gain, signs = _likeness(layer, x)
     more: dict[str, Any] = {"correlation": round(correlation, 4)}
     if known_methods.is_like(correlation, gain) and tally.codes < _NEARLY_ALL_NEAREST * codes:

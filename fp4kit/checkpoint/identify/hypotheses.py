@@ -201,12 +201,14 @@ class MatchCount:
     codes, scales: the numbers of bytes of codes and of block scales that equal the prediction.
     total: the number of bytes of codes and block scales that were compared.
     tensor_scales_agree: True if all tensor scales agree with the hypothesis.
+    first: the place and the values of the first byte that differs, as text; "" if none does.
     """
 
     codes: int = 0
     scales: int = 0
     total: int = 0
     tensor_scales_agree: bool = True
+    first: str = ""
 
     @property
     def all_bytes(self) -> bool:
@@ -330,9 +332,23 @@ def count_matches(hypothesis: Hypothesis, early: bool = False) -> MatchCount:
         tally.scales += int(np.count_nonzero((found.scales == values[found.rows]) & mask))
         tally.total += same.size + int(np.count_nonzero(mask))
         tally.tensor_scales_agree &= found.tensor_scale_agrees
+        if not tally.first and not tally.all_bytes:
+            tally.first = _difference(hypothesis.recipe, found, np.where(mask, values[found.rows], found.scales))
         if early and not tally.all_bytes:
             break
     return tally
+
+
+def _difference(r: Recipe, found: _Prediction, scales: np.ndarray) -> str:
+    """Return the place and the values of the first code, otherwise the first block scale, that differs."""
+    assert r.scale is not None
+    part, have, want, width = "codes", found.stored, found.codes, 1
+    if np.array_equal(have, want):
+        part, have, want, width = "block scales", scales, found.scales, r.block_size
+    i, j = divmod(int(np.argmax(have != want)), have.shape[1])
+    sides = (side[i, j] if width == 1 else r.scale.values[side[i, j]] for side in (have, want))
+    stored, expected = (f"{side:.9g}".replace("nan", "NaN") for side in sides)
+    return f"{part}, row {found.rows[i]}, column {j * width}: {stored} in the file, {expected} expected"
 
 
 SAMPLE = 1 << 16  # number of elements of a sample
@@ -348,18 +364,23 @@ class SampleVerdict:
     """The hypotheses that fit a sample of a layer.
 
     exact: the hypotheses that reproduce every byte of the sample.
-    nearest: the hypothesis with the highest score; None before a hypothesis is added.
-    score: the score of ``nearest``: the share of the sample's bytes that it gives, minus 0.05 per mishap.
+    best: the hypotheses with the highest score, in the order in which they were added.
+    score: the score of ``best``: the share of the sample's bytes that it gives, minus 0.05 per mishap.
     codes_only: the hypotheses that reproduce all codes of the sample, although no order of block scales fits.
     scales_only: the hypotheses without a mishap that reproduce all block scales of the sample and the tensor scale, but
         not all codes.
     """
 
     exact: list[Hypothesis] = field(default_factory=list)
-    nearest: Hypothesis | None = None
+    best: list[Hypothesis] = field(default_factory=list)
     score: float = -np.inf
     codes_only: list[Hypothesis] = field(default_factory=list)
     scales_only: list[Hypothesis] = field(default_factory=list)
+
+    @property
+    def nearest(self) -> Hypothesis | None:
+        """The first hypothesis with the highest score; None before a hypothesis is added."""
+        return self.best[0] if self.best else None
 
 
 def sample_of(shape: tuple[int, int], r: Recipe) -> tuple[np.ndarray, slice]:
@@ -461,7 +482,9 @@ def _compare(hypothesis: Hypothesis, made: tuple, codes: list, scales: list, tri
             share = (equal + equal_scales * weight) / max(size + present * weight, 1)
             score = share - MISHAP_PENALTY * len(one.mishaps)
             if score > trial.score:
-                trial.nearest, trial.score = one, score
+                trial.best, trial.score = [], score
+            if score == trial.score:
+                trial.best.append(one)
         if equal == size and in_scales and all(equal_scales != present for _, equal_scales, present in in_scales):
             trial.codes_only.append(replace(hypothesis, codes=order))
 

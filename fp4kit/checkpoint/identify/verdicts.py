@@ -17,7 +17,7 @@ from fp4kit.checkpoint.identify import diagnose
 from fp4kit.checkpoint.identify.corruptions import StoredLayer
 from fp4kit.checkpoint.identify.hypotheses import MadeBy
 from fp4kit.checkpoint.identify.known_methods import TUNED, TUNED_BY_AUTO_ROUND, fit_of
-from fp4kit.ops.identify import either
+from fp4kit.ops.identify import either, part_of
 from fp4kit.recipes import Recipe
 from fp4kit.recipes.schema import PRODUCERS, producer_of
 from fp4kit.storage.files import counted, listed
@@ -104,10 +104,11 @@ class _Known:
         """Record what explains a layer. All-zero layers are not recorded."""
         if found.blank:
             return
-        self.failed = 0 if found.explained or found.cause else self.failed + 1
+        cause = None if found.nearly else found.cause  # other layers are unlikely to be damaged too
+        self.failed = 0 if found.explained or cause else self.failed + 1
         self.has_rules |= bool(found.rules)
         self.mishaps |= {diagnose.without_numbers(found.mishap)} if found.mishap else set()
-        self.causes |= {found.cause} if found.cause else set()
+        self.causes |= {cause} if cause else set()
         if found.how is None:
             return
         if not found.recipes or found.codes_equal + found.scales_equal < found.total:
@@ -190,7 +191,7 @@ def _explained(layer: LayerPair, unnamed: bool, known: _Known | None = None) -> 
     if layer.is_rest and not found.unlike:
         if found.explained:
             return replace(found, sentence=f"of the weight without its low-rank part (SVDQuant): {found.sentence}")
-        text = f"{_LOW_RANK}; the nearest recipe gives {diagnose.percent(found.share)} of bytes"
+        text = f"{_LOW_RANK}; the nearest recipe gives {part_of(found.codes_equal + found.scales_equal, found.total)}"
         return replace(found, cause=_LOW_RANK, sentence=text, method="SVDQuant" if _is_sound(layer) else None)
     if found.cause == TUNED and layer.producer == "auto-round" and _is_sound(layer, steps=2):
         return replace(found, cause=TUNED_BY_AUTO_ROUND, sentence=TUNED_BY_AUTO_ROUND, method="auto-round")
@@ -355,7 +356,7 @@ class CheckpointVerdict:
         found += [
             (
                 what
-                if what == diagnose.EMPTY or what in diagnose.NEAR
+                if what == diagnose.EMPTY or what in diagnose.NEAR or what in diagnose.DAMAGED
                 else f"{what}, but codes do not fit as they should",
                 n,
             )

@@ -33,6 +33,7 @@ from fp4kit.checkpoint.identify.hypotheses import MadeBy
 from fp4kit.checkpoint.identify.known_methods import FOUR_OVER_SIX, IMPORTANCE, TUNED
 from fp4kit.checkpoint.identify.verdicts import LayerPair
 from fp4kit.layouts import shuffle_rows, swizzle_scales, unpack, unswizzle_scales
+from fp4kit.ops.identify import either
 from fp4kit.ops.quantize import dequantize, quantize
 from fp4kit.quantized.container import Quantized
 from fp4kit.recipes import RECIPES
@@ -329,9 +330,16 @@ def test_one_changed_byte_anywhere(pair, monkeypatch) -> None:
     layer = stored(x, name)
     changed = getattr(layer, part).copy()
     changed[70, -1] ^= 1
+    expected = changed[70, -1] ^ 1, changed[70, -1]
     e = found(replace(layer, **{part: changed}), x)
     assert e.recipe is None and e.codes_equal + e.scales_equal == e.total - 1
-    assert "with 99.99% of bytes" in e.sentence
+    assert name in e.nearly and e.cause.startswith("few bytes differ") and not e.recognized
+    place, values = "codes, row 70, column 1022", [code & 15 for code in expected[::-1]]
+    if part == "block_scale":
+        place = f"block scales, row 70, column {1024 - layer.recipe.block_size}"
+        values = [f"{v:.9g}" for v in layer.recipe.scale.values[[*expected[::-1]]]]
+    said = f" made all but 1 of {e.total:,} bytes; first: {place}: {values[0]} in the file, {values[1]} expected"
+    assert e.sentence == either(e.nearly) + said
 
 
 @pytest.mark.parametrize("name", FEW)
@@ -665,7 +673,7 @@ def given_scales(x: np.ndarray, changed: int) -> Diagnosis:
 def test_few_or_many_given_scales(changed: int) -> None:
     found = given_scales(weight(), changed)
     assert found.searched and found.cause is not None and found.sentence.startswith("searched scales: codes are those")
-    assert ("% of bytes" in found.sentence) == (changed == 1)
+    assert ("all but 7 of 18,432 bytes" in found.sentence) == (changed == 1)
 
 
 def test_auto_rounds_search_for_mxfp8() -> None:

@@ -16,6 +16,7 @@ import numpy as np
 import oracle
 import pytest
 import synthetic
+from changed_bytes import change
 from exhaustive import by_default, exhaustive
 from identified import identify_layers
 
@@ -167,6 +168,16 @@ def test_the_command_says_that_nothing_matches(tmp_path: Path, capsys: pytest.Ca
     assert lines[2] == "nothing explains any of 1 layer" and lines[0].startswith("this is probably not the source: ")
     assert main(["identify", str(tmp_path / "q"), "--source", str(tmp_path / "m"), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["hint"] is None
+
+
+def test_a_nan_scale_is_named_with_its_place(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    synthetic.write_model(tmp_path / "m", {}, {f"a.{i}.down_proj.weight": weights(i) for i in range(3)})
+    convert(tmp_path / "m", tmp_path / "q", "nvfp4-modelopt", format="modelopt")
+    change(tmp_path / "q", "1.down_proj.weight_scale", lambda x: np.where(np.arange(x.size) == 20, 0x7F, x), np.uint8)
+    assert main(["identify", str(tmp_path / "q"), "--source", str(tmp_path / "m")]) == 1
+    out = " ".join(capsys.readouterr().out.split())
+    assert out.startswith("PROBLEM: few bytes differ from a recipe's, 1 of 3 layers ") and "nothing explains" not in out
+    assert re.search(r" made all but 1 of 4,608 bytes; first: block scales, row 2, column 64: NaN in the file, \d", out)
 
 
 def test_quantizations_where_nothing_matches(monkeypatch: pytest.MonkeyPatch) -> None:
