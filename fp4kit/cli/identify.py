@@ -111,13 +111,12 @@ def _identify(args: argparse.Namespace, out: Output) -> int:
     out.line(shown(sentence) + "; --all names them" * is_short)
     out.lines([verdict.coverage.sentence] if verdict.coverage and verdict.coverage.sentence else [])
     rows, sets = [], dict[str, str]()  # names of recipes -> what stands for them in the table
-    for layer in verdict.layers if args.all else verdict.exceptions:
-        found = layer.explanation
+    for name, found in [(x.name, x.explanation) for x in verdict.layers] if args.all else verdict.grouped_exceptions:
         text = found.sentence if args.all else short_text(found.sentence, found.recipes or found.nearly)
         if args.all and len(found.recipes) > MOST_RECIPES:
             names = either(found.recipes)
             text = text.replace(names, sets.setdefault(names, f"any of set {len(sets) + 1}"), 1)
-        rows.append((shown(layer.name), found.recipe or "-", shown(text)))
+        rows.append((shown(name), found.recipe or "-", shown(text)))
     out.table(("layer", "recipe", "verdict"), rows)
     out.lines(f"{name.removeprefix('any of ')}: {shown(names)}" for names, name in sets.items())
     if args.all:

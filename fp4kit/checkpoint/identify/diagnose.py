@@ -52,6 +52,7 @@ NEAR = (
     " fine-tuning, or from weights in a higher precision"
 )
 DAMAGED = "few bytes differ from a recipe's: it made all others, so that these were probably changed afterwards"
+OTHER_SHAPE = "codes have other shapes than the source: no known order gives the shape of the source"
 GIVEN_SCALES = "searched scales: codes are right under the stored scales, which no rule known to fp4kit gives"
 
 
@@ -82,8 +83,8 @@ class Diagnosis:
     blank: True if all codes and scales are zeros, so that a wrong order of bytes cannot be told from the right order.
     searched: True if no recipe reproduces the block scales, but a recipe reproduces all codes with the stored block
         scales.
-    unlike: True if no known order makes the signs of the codes agree with the signs of the source. Then the layer was
-        probably not made from this source.
+    unlike: True if no known order gives the shape of the source, or makes the signs of the codes agree with the signs
+        of the source. Then the layer was probably not made from this source.
     rules: descriptions of the known rules without a recipe that reproduce every byte.
     cause: a text "WHAT: DETAILS" that says what is known about a layer for which no recipe or rule reproduces every
         byte. It has no numbers of the layer, so that layers can be grouped by it. None if nothing is known.
@@ -313,9 +314,8 @@ def _explain_source(evidence: LayerEvidence, unnamed: bool, earlier: Earlier) ->
                 return found
     layouts = list(hypotheses.layouts_of(evidence))
     if not layouts:
-        return _unexplained(
-            f"codes have shape {layer.shape}; the source has shape {evidence.x.shape}", MatchCount(total=1)
-        )
+        text = f"codes have shape {layer.shape}; the source has shape {evidence.x.shape}"
+        return _unexplained(text, MatchCount(total=1), unlike=True, cause=OTHER_SHAPE)
     fits = {shape: _has_scales(layout) for shape, layout in {layout.shape: layout for layout in layouts}.items()}
     usable = [layout for layout in layouts if fits[layout.shape]]
     if not usable:
@@ -646,7 +646,7 @@ def explain_fp8(layer: Fp8Layer, x: np.ndarray, amaxes: tuple[float, ...] = ()) 
     codes, scales, name = layer.codes.size, layer.scales.size, layer.name
     if layer.codes.shape != x.shape:
         text = f"{name}, codes have shape {layer.codes.shape}; the source has shape {x.shape}"
-        return _unexplained(text, MatchCount(total=codes + scales))
+        return _unexplained(text, MatchCount(total=codes + scales), unlike=True, cause=OTHER_SHAPE)
     every = MatchCount(codes, scales, codes + scales)
     recipes = tuple(r.id for r in RECIPES.values() if _recipe_gives(layer, x, r, amaxes))
     dtypes, equal_scales = _scale_rules(layer, x, amaxes)

@@ -104,7 +104,7 @@ class _Known:
         """Record what explains a layer. All-zero layers are not recorded."""
         if found.blank:
             return
-        cause = None if found.nearly else found.cause  # other layers are unlikely to be damaged too
+        cause = None if found.nearly or found.cause == diagnose.OTHER_SHAPE else found.cause
         self.failed = 0 if found.explained or cause else self.failed + 1
         self.has_rules |= bool(found.rules)
         self.mishaps |= {diagnose.without_numbers(found.mishap)} if found.mishap else set()
@@ -218,6 +218,7 @@ def _is_sound(layer: LayerPair, steps: int = 1) -> bool:
     return fit_of(layer.parts, layer.source, steps=steps).is_sound
 
 
+_PLAIN_CAUSES = (diagnose.EMPTY, diagnose.NEAR, diagnose.DAMAGED, diagnose.OTHER_SHAPE)
 MOST_RECIPES = 2  # the largest number of recipes in a short sentence
 MAX_NAMES = 4  # the largest number of layer names in a sentence
 
@@ -330,6 +331,14 @@ class CheckpointVerdict:
         return tuple(layer for layer, part in verdicts if not layer.fits(part._names, part.mishap))
 
     @property
+    def grouped_exceptions(self) -> list[tuple[str, diagnose.Diagnosis]]:
+        """The names and explanations of ``exceptions``. All layers of other shapes than the source are one row."""
+        other = [x for x in self.exceptions if x.explanation.cause == diagnose.OTHER_SHAPE]
+        more = f" and {len(other) - 1} more" * (len(other) > 1)
+        rows = [(x.name, x.explanation) for x in self.exceptions if x.explanation.cause != diagnose.OTHER_SHAPE]
+        return [*rows, *((x.name + more, x.explanation) for x in other[:1])]
+
+    @property
     def sentence(self) -> str:
         """The verdict on the checkpoint in one sentence, such as "nvfp4-te made 12 layers"."""
         others = {id(layer) for part in self.others for layer in part.layers}
@@ -356,7 +365,7 @@ class CheckpointVerdict:
         found += [
             (
                 what
-                if what == diagnose.EMPTY or what in diagnose.NEAR or what in diagnose.DAMAGED
+                if any(cause.startswith(what) for cause in _PLAIN_CAUSES)
                 else f"{what}, but codes do not fit as they should",
                 n,
             )
@@ -414,10 +423,9 @@ class CheckpointVerdict:
             )
         if not layers or not all(found.unlike for found in layers):
             return None
-        return (
-            "this is probably not the source: nothing matches, and no layer has the signs of its source; give the model"
-            " that this was made from"
-        )
+        other = sum(found.cause == diagnose.OTHER_SHAPE for found in layers)
+        why = f"{counted(other, 'layer')} with other shapes" if other else "no layer has the signs of its source"
+        return f"this is probably not the source: nothing matches, and {why}; give the model that this was made from"
 
     def _without_recipe(self) -> str:
         """Return the sentence for a format if no recipe or rule explains a layer: the known causes, with counts."""
@@ -434,7 +442,7 @@ class CheckpointVerdict:
     def __str__(self) -> str:
         hint = [text for text in (self.hint, self.coverage and self.coverage.sentence) if text]
         return "\n".join(
-            [self.sentence, *hint, *(f"  {layer.name}: {layer.explanation.sentence}" for layer in self.exceptions)]
+            [self.sentence, *hint, *(f"  {name}: {found.sentence}" for name, found in self.grouped_exceptions)]
         )
 
 

@@ -170,6 +170,19 @@ def test_the_command_says_that_nothing_matches(tmp_path: Path, capsys: pytest.Ca
     assert json.loads(capsys.readouterr().out)["hint"] is None
 
 
+def test_a_source_of_other_shapes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, rows in (("m", 64), ("other", 96)):
+        tensors = {f"a.{i}.down_proj.weight": weights(i, (rows, 128)) for i in range(7)}
+        synthetic.write_model(tmp_path / name, {}, tensors)
+    for recipe in ("nvfp4-te", "fp8-modelopt-channel"):
+        convert(tmp_path / "m", tmp_path / recipe, recipe, format="modelopt")
+        assert main(["identify", str(tmp_path / recipe), "--source", str(tmp_path / "other")]) == 1
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[0].startswith("this is probably not the source: nothing matches, and 7 layers with other shapes")
+        assert lines[1] == "PROBLEM: codes have other shapes than the source, 7 of 7 layers" and len(lines) == 5
+        assert lines[4].startswith("a.0.down_proj and 6 more  -") and "shape (96, 128)" in lines[4]
+
+
 def test_a_nan_scale_is_named_with_its_place(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     synthetic.write_model(tmp_path / "m", {}, {f"a.{i}.down_proj.weight": weights(i) for i in range(3)})
     convert(tmp_path / "m", tmp_path / "q", "nvfp4-modelopt", format="modelopt")
