@@ -213,9 +213,7 @@ _DTYPES = {str(dtype): dtype for dtype in FLOATS}
 
 
 def _converted(evidence: LayerEvidence, name: str, recipes: tuple[Recipe, ...] = ()) -> Diagnosis | None:
-    """Return the explanation from the source converted to the dtype ``name``; None if there is none without a
-    mishap.
-    """
+    """Return the explanation without a mishap from the source converted to the dtype ``name``, or None."""
     dtype = _DTYPES[name]
     with np.errstate(all="ignore"):
         x, every = (part.astype(dtype) for part in (evidence.x, np.array(evidence.amaxes, np.float32)))

@@ -488,7 +488,19 @@ def checkpoint_verdict(found: tuple[LayerVerdict, ...], unpaired: Sequence[str] 
     first, *others = sorted(map(_of_one_format, by_format.values()), key=lambda v: -len(v.layers)) or [
         CheckpointVerdict((), None, ())
     ]
-    return replace(first, layers=found, others=tuple(others), unpaired=tuple(unpaired))
+    parts = {part.layers[0].format: iter(part.layers) for part in (first, *others) if part.layers}
+    layers = tuple(next(parts[layer.format]) for layer in found)
+    return replace(first, layers=layers, others=tuple(others), unpaired=tuple(unpaired))
+
+
+def _with_first(found: diagnose.Diagnosis, first: tuple[str, ...]) -> diagnose.Diagnosis:
+    """Return an explanation that names the recipes ``first`` before others that explain the layer as well."""
+    own = found.recipes or found.nearly
+    names = tuple(sorted(own, key=lambda name: [*first, name].index(name)))
+    if names == own:
+        return found
+    found = replace(found, sentence=found.sentence.replace(either(own), either(names), 1))
+    return replace(found, recipe=names[0], recipes=names) if found.recipes else replace(found, nearly=names)
 
 
 def _of_one_format(layers: Sequence[LayerVerdict]) -> CheckpointVerdict:
@@ -507,6 +519,7 @@ def _of_one_format(layers: Sequence[LayerVerdict]) -> CheckpointVerdict:
     own = sorted((name for name in winners if name in known and producer_of(name) == producer), key=len)
     first = [name for name in own if name == recorded]
     recipes = tuple(dict.fromkeys((*first, *own, *(name for name in winners if name in known))))
+    found = tuple(replace(layer, explanation=_with_first(layer.explanation, recipes)) for layer in found)
     return CheckpointVerdict(recipes, mishap, found, rules=() if recipes else winners)
 
 

@@ -183,14 +183,19 @@ def test_a_source_of_other_shapes(tmp_path: Path, capsys: pytest.CaptureFixture[
         assert lines[4].startswith("a.0.down_proj and 6 more  -") and "shape (96, 128)" in lines[4]
 
 
-def test_a_nan_scale_is_named_with_its_place(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_changed_layers_get_the_recipe_of_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     synthetic.write_model(tmp_path / "m", {}, {f"a.{i}.down_proj.weight": weights(i) for i in range(3)})
     convert(tmp_path / "m", tmp_path / "q", "nvfp4-modelopt", format="modelopt")
+    change(tmp_path / "q", "2.down_proj.weight_scale_2", lambda x: x * 2)
     change(tmp_path / "q", "1.down_proj.weight_scale", lambda x: np.where(np.arange(x.size) == 20, 0x7F, x), np.uint8)
     assert main(["identify", str(tmp_path / "q"), "--source", str(tmp_path / "m")]) == 1
     out = " ".join(capsys.readouterr().out.split())
-    assert out.startswith("PROBLEM: few bytes differ from a recipe's, 1 of 3 layers ") and "nothing explains" not in out
+    assert "PROBLEM: few bytes differ from a recipe's, 1 of 3 layers " in out and "nothing explains" not in out
     assert re.search(r" made all but 1 of 4,608 bytes; first: block scales, row 2, column 64: NaN in the file, \d", out)
+    # the recipes of the majority come first among those that explain the changed layers
+    assert re.search(
+        r"a.1.down_proj - nvfp4-modelopt .*a.2.down_proj nvfp4-modelopt nvfp4-modelopt \(M\S+ or \d+ ", out
+    )
 
 
 def test_quantizations_where_nothing_matches(monkeypatch: pytest.MonkeyPatch) -> None:
