@@ -33,6 +33,7 @@ ParameterKind = Literal["matrix", "stack", "convolution", "embedding", "conv1d"]
 _SAFETENSORS = {"float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 _UNNAMED = "not in parameters="
 _PRESET = " (preset linear)"
+_BARE = "its layer is the whole model and has no name"
 _TRANSPOSED = f"is stored transposed; {selection.CONV1D}"
 
 
@@ -205,8 +206,9 @@ def make_plan(choice: QatChoice, weights: Sequence[TrainedWeight]) -> QatPlan:
         raise ValueError(f"{choice.op}: {row.name} {_TRANSPOSED}; {way_out}")
     if not selected:
         way_out = "pass include=, or correct the wildcards"
-        if any(row.name == "weight" for row in rows):  # only weights of named layers are selected by default
-            way_out = "'weight' belongs to no named layer; pass include=('weight',)"
+        if bare := [row for row in rows if row.reason == _BARE]:  # fp4kit convert quantizes only layers with names
+            within = "{'layer': params}" if bare[0].module is None else "torch.nn.Sequential(layer)"
+            way_out = f"pass a model with the layer in it, such as {within}, or include=({bare[0].name!r},)"
         elif any(row.reason.startswith("dtype ") for row in rows):
             way_out = "convert the weights, and inputs that activations quantizes, to float32, float16 or bfloat16"
         elif any("is not a multiple of" in row.reason for row in rows):
@@ -300,6 +302,8 @@ def _decided(choice: QatChoice, weights: Sequence[TrainedWeight], form: Containe
 
 def _of_module(weight: TrainedWeight, reason: str) -> str:
     """Return the reason for a parameter. A matrix that is no layer's .weight gets one that names its PyTorch module."""
+    if reason == selection.NOT_A_WEIGHT and weight.layer in ("", "weight") and len(weight.shape) > 1:
+        return _BARE
     is_matrix = len(weight.shape) > 1 and "float" in weight.dtype and weight.leaf not in ("weight", "bias")
     if reason != selection.NOT_A_WEIGHT or not is_matrix or weight.module is None:
         return reason

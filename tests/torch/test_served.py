@@ -450,8 +450,11 @@ def test_what_an_engine_computes_beyond_operands_is_said():
 def test_wildcards():
     names = ft.fake_quantize_model(a_llama(), "nvfp4-te", parameters=("*.mlp.*",), exclude=("*layers.1*",))
     assert names == [f"model.layers.0.mlp.{name}_proj.weight" for name in ("gate", "up", "down")]
-    with pytest.raises(ValueError, match=r"'weight' belongs to no named layer; pass include=\('weight',\)"):
-        ft.fake_quantize_model(torch.nn.Linear(32, 16), "nvfp4-te")
+    why = r"weight \(its layer is the whole model and has no name\).*layer in it, such as torch.nn.Sequential\(layer\)"
+    with pytest.raises(ValueError, match=why + r", or include=\('weight',\)") as error:
+        ft.fake_quantize_model(torch.nn.Linear(32, 16, bias=False), "nvfp4-te")
+    assert "not a weight" not in str(error.value)
+    assert ft.fake_quantize_model(torch.nn.Linear(32, 16), "nvfp4-te", include=("weight",)) == ["weight"]
     for layer, way_out in (
         (
             torch.nn.Linear(32, 16).double(),
