@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import math
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -260,6 +260,7 @@ def _run_producers(out: Output, ids: tuple[str, ...], seconds: float, seed: int)
     return results
 
 
+_LONG_SECONDS = 30  # a case that takes longer gets a line of its own if no progress bar is drawn
 _MOST_SHOWN = 20  # the largest number of differences, and of reasons why cases were left out, that are printed
 
 
@@ -271,6 +272,7 @@ def _selftest(args: argparse.Namespace, out: Output) -> int:
         if engine is None:
             raise OSError(f"--host: the compiled engine is not available: {name}")
         out.verbatim(f"{name}, fp4kit {__version__}")
+        out.lines([] if args.quick else ["about 10 minutes on two cores; with --quick at most a minute"])
         return report(engine, golden, args.quick, out)
     try:
         cupy = imports.cupy()
@@ -286,11 +288,17 @@ def report(engine: selftest.ComparedEngine, golden: GoldenSet | None, quick: boo
     """Compare an engine with the specification, and print a table, the differences and the cases that were left out."""
     start = time.perf_counter()
     tasks, finished = selftest.plan(engine, golden, quick), []
+    left = Counter(task.part for task in tasks)
     with _bar(out, BarColumn(), MofNCompleteColumn()) as progress:
         bar = progress.add_task("comparing", total=len(tasks))
         for f in selftest.run(tasks):
             finished.append(f)
             progress.update(bar, advance=1, description=f"{f.task.part}: {f.task.name}")
+            left[f.task.part] -= 1
+            if not out.draws and (not left[f.task.part] or f.seconds > _LONG_SECONDS):
+                what = f"{f.task.part}: {f.task.name}" if left[f.task.part] else f.task.part
+                so_far = f"{len(finished)} of {len(tasks)} cases after {time.perf_counter() - start:.0f} s"
+                out.line(f"{so_far}; finished: {what}")
     out.table(("compared", "#cases", "#values", "#differ", "#left out", "#seconds"), task_rows(finished))
     wrong = [f for f in finished if f.failed]
     failures = [f"{f.task.part}: {f.task.name}: {f.error or f.outcome.first}" for f in wrong]
@@ -459,7 +467,7 @@ COMMANDS = {
             "fp4kit selftest": "check every operation on this GPU",
         },
         [
-            flag("--host", "check the compiled CPU engine instead of the GPU", action="store_true"),
+            flag("--host", "check the compiled CPU engine, in about 10 minutes on two cores", action="store_true"),
             flag(
                 "--quick",
                 "check less, which takes at most a minute: eight recipes, smaller tensors, every 61st float32",

@@ -286,6 +286,18 @@ def test_the_report(outcomes, status, told, untold, monkeypatch, capsys):
     assert found == status and all(text in out for text in told) and untold not in out
 
 
+def test_each_group_is_told_when_it_is_finished(monkeypatch, capsys):
+    """If no bar is drawn, a line tells that a group or a long case is finished, before later cases have ended."""
+    told = []
+    tasks = [Task(*names, lambda: told.append(capsys.readouterr().out) or Outcome(1)) for names in ("ax", "ay", "bz")]
+    monkeypatch.setattr(selftest, "plan", lambda engine, golden, quick: tasks)
+    monkeypatch.setattr(selftest, "run", lambda _: (selftest.Finished(t, t.run(), 31 * (t.name == "x")) for t in tasks))
+    cli_selftest.report(NUMPY, None, True, Output("selftest"))
+    told.append(capsys.readouterr().out.splitlines(keepends=True)[0])
+    lines = (f"{n} of 3 cases after 0 s; finished: {what}\n" for n, what in ((1, "a: x"), (2, "a"), (3, "b")))
+    assert told == ["", *lines]
+
+
 @pytest.mark.skipif(importlib.util.find_spec("cupy") is not None, reason="CuPy is installed")
 def test_without_cupy_the_error_says_what_to_install(capsys):
     assert main(["selftest", "--quick"]) == 2
