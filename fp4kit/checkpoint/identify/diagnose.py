@@ -390,8 +390,7 @@ def _nearest_or_cause(plain: Layout, trial: SampleVerdict, unnamed: bool, is_lik
         place = "" if layer.some_rows else f"; first: {tally.first}"  # rows of a sample have other numbers
         text = f"{either(nearly)} made {given}" + (f", if {mishaps}" if mishaps else place)
         return _diagnosis(tally, text, cause=DAMAGED, nearly=nearly)
-    text = f"nearest is {best.recipe.title} with {given}"
-    text += f", if {mishaps}" * bool(mishaps)
+    text = f"nearest is {best.recipe.title} with {given}" + f", if {mishaps}" * bool(mishaps)
     text = (_variation(plain) if unnamed else None) or text
     scale = layer.recipe.scale
     if scale is not None and 2 * np.count_nonzero(scale.values[layer.block_scale] == 0) > layer.block_scale.size:

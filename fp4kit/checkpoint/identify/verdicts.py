@@ -218,7 +218,9 @@ def _is_sound(layer: LayerPair, steps: int = 1) -> bool:
     return fit_of(layer.parts, layer.source, steps=steps).is_sound
 
 
-_PLAIN_CAUSES = (diagnose.EMPTY, diagnose.NEAR, diagnose.DAMAGED, diagnose.OTHER_SHAPE)
+_PLAIN_CAUSES = tuple(
+    cause.split(": ")[0] for cause in (diagnose.EMPTY, diagnose.NEAR, diagnose.DAMAGED, diagnose.OTHER_SHAPE)
+)  # causes that are problems by themselves
 MOST_RECIPES = 2  # the largest number of recipes in a short sentence
 MAX_NAMES = 4  # the largest number of layer names in a sentence
 
@@ -362,15 +364,8 @@ class CheckpointVerdict:
         found = [(str(mishap), count) for mishap, count in counts.most_common()]
         found += [("nothing explains the bytes", unknown)] if unknown else []
         doubts = (str(x.explanation.cause).split(": ")[0] for x in self.layers if x.explanation.is_doubtful)
-        found += [
-            (
-                what
-                if any(cause.startswith(what) for cause in _PLAIN_CAUSES)
-                else f"{what}, but codes do not fit as they should",
-                n,
-            )
-            for what, n in Counter(doubts).most_common()
-        ]
+        misfit = ", but codes do not fit as they should"
+        found += [(what + misfit * (what not in _PLAIN_CAUSES), n) for what, n in Counter(doubts).most_common()]
         total = len(self.layers)
         texts = [f"{what}, {count:,} of {counted(total, 'layer')}" for what, count in found]
         if self.unpaired:
