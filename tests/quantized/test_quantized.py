@@ -244,6 +244,8 @@ def test_an_int_selects_a_matrix_of_a_stack(name, axis):
     whole = q.dequantize()
     for index in (1, -2, (1, 2), (slice(None), 0), (..., 1, slice(None), slice(0, 128)), (np.int64(0), slice(1, 3))):
         assert_same_bits(q[index].dequantize(), whole[index])
+    first = fp4kit.quantize(np.moveaxis(x, -1, 0), name, axis=0)  # the quantized axis comes before those of the stack
+    assert_same_bits(first[:, 1, 2].dequantize(), first.dequantize()[:, 1, 2])
     assert [part.shape for part in q[0]] == [(128, 128)] * 3
     assert q[1].axis == axis + 3 and q[1, 2].equals(q[1:, 2:][0][0])
     if q.recipe.tensor_scaling == "tensor":  # a stack may have one tensor scale per matrix
