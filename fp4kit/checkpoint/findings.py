@@ -446,6 +446,10 @@ def _required(
         return iter(requirements.findings(known, tensors, scales, *declared))
 
     name = "bf16" if form is None else _container_id(form, model.layers.values(), config)
+    stored = sum(table.INPUT_SCALE in weight.parts for weight in _nvfp4(model.layers.values()))
+    if stored and (why := configs.ignored_scales(config)):
+        text = f"{counted(stored, 'layer')} of NVFP4 with stored input scales, but {why}, so that engines ignore them"
+        yield Issue("error", "config.json", f"{text}; restore the input_activations of the model that was converted")
     others = _other_layers(model, form)
     left_out = part_names(model.layers[layer] for layers in others.values() for layer in layers)
     if name not in configs.LOADED:

@@ -286,6 +286,17 @@ def keeps_inputs(config: Config) -> bool:
     return is_null or section.get("quant_algo") == "W4A16_NVFP4"
 
 
+def ignored_scales(config: Config) -> str:
+    """Return what a config of compressed-tensors declares instead of stored input scales; "" if it may use them."""
+    inputs = [_section(group, "input_activations") for group in _groups(config)]
+    if quantization_config(config).get("quant_method") != "compressed-tensors" or not inputs:
+        return ""
+    if not any(inputs):
+        return "quantization_config declares unquantized inputs (input_activations)"
+    is_dynamic = all(each.get("dynamic") is True for each in inputs if each)
+    return "quantization_config declares that engines compute the scales of inputs (dynamic: true)" * is_dynamic
+
+
 def _needs(config: Config, **needed: Any) -> Iterator[Issue]:
     """Yield a finding for each key of ``quantization_config`` that does not have the value that vLLM needs."""
     for key, value in needed.items():

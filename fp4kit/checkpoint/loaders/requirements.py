@@ -13,7 +13,13 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, NamedTuple
 
-from fp4kit.checkpoint.containers.configs import LOADED, config_findings, has_static_inputs, quantization_config
+from fp4kit.checkpoint.containers.configs import (
+    LOADED,
+    config_findings,
+    has_static_inputs,
+    ignored_scales,
+    quantization_config,
+)
 from fp4kit.checkpoint.containers.engines import Issue, finding
 from fp4kit.checkpoint.containers.table import CODES, DEEPSEEK_V4, INPUT_SCALE, SCALES, TENSOR_SCALE, Config, Container
 from fp4kit.checkpoint.containers.table import container as container_called
@@ -259,6 +265,8 @@ def misfit_of(row: Serving, held: str | None, has_inputs: bool, config: Config, 
         return f"it is stored as {held}, and {row} loads {row.container}; name another scheme, or convert its source"
     if row.input_scales == "static" and not has_inputs:
         return f"it stores no input scales, which {row} reads; convert its source with --activations"
+    if row.activations is not None and (why := ignored_scales(config)):
+        return f"its {why}, and {row} quantizes them"
     return _trap(row.engine, held, family_of(config), layers)
 
 

@@ -509,6 +509,23 @@ def issues(root: Path, format: str, amaxes: dict[str, float], others: float = 1.
     return [issue for issue in report.issues if "input scale" in issue.text]
 
 
+@pytest.mark.parametrize("inputs", [None, {"num_bits": 4, "type": "float", "dynamic": True}], ids=["null", "dynamic"])
+def test_input_scales_that_the_config_makes_engines_ignore(inputs: object, tmp_path: Path) -> None:
+    synthetic.dense(tmp_path / "m")
+    activations = Activations.of(whole(tmp_path / "m", {}))
+    convert(tmp_path / "m", tmp_path / "out", format="compressed-tensors", activations=activations)
+    assert verify(tmp_path / "out", tmp_path / "m").clean
+    command = ["contract", str(tmp_path / "out"), "--engine", "transformers", "--scheme", "nvfp4-w4a4"]
+    assert main(command) == 0
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    config["quantization_config"]["config_groups"]["group_0"]["input_activations"] = inputs
+    (tmp_path / "out" / "config.json").write_text(json.dumps(config))
+    for source in (None, tmp_path / "m"):
+        found = [issue for issue in verify(tmp_path / "out", source).issues if "stored input scales, but" in issue.text]
+        assert [(issue.severity, issue.subject) for issue in found] == [("error", "config.json")]
+    assert main(command) == 1
+
+
 @pytest.mark.parametrize("format", SUFFIX)
 @pytest.mark.parametrize("case", half([(5000.0, True), (1 / 5000, True), (1 / 1000, False), (1000.0, False)]), ids=str)
 def test_an_expert_far_from_the_others(format: str, case: tuple[float, bool], tmp_path: Path) -> None:
