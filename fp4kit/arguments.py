@@ -120,6 +120,8 @@ _OTHER_NAMES = {
     "scales": ("block_scale", "use block_scale and tensor_scale"),
     "global_scale": ("tensor_scale", "use tensor_scale, which multiplies on decode"),
     "stochastic": ("rounding", "use rounding='stochastic' with a seed"),
+    **{name: ("wishes", f"use wishes=Wishes({name}=...)") for name in ("keep", "only", "include")},
+    "exclude": ("wishes", "use wishes=Wishes(keep=...)"),
 }
 
 
@@ -146,10 +148,7 @@ def check_call(function: Callable[..., Any], args: Sequence[Any], names: Collect
         )
     for name in names:
         if name not in parameters:
-            parameter, way_out = _OTHER_NAMES.get(name, ("", ""))
-            if parameter not in parameters:
-                raise no_argument(function.__name__, name, parameters)
-            raise TypeError(f"{function.__name__}: there is no argument {name}; {way_out}")
+            raise no_argument(function.__name__, name, parameters)
 
 
 def explains_calls(function: Callable[P, T]) -> Callable[P, T]:
@@ -193,8 +192,10 @@ def only_public(module: dict[str, Any]) -> None:
 
 def no_argument(op: str, name: str, known: Collection[str]) -> TypeError:
     """Return the error for a keyword that a function does not have. known: the keywords that it has."""
-    similar = get_close_matches(name, known, n=1)
-    way_out = f"did you mean {similar[0]}?" if similar else f"the arguments are {', '.join(known)}"
+    parameter, way_out = _OTHER_NAMES.get(name, ("", ""))
+    if parameter not in known:
+        similar = get_close_matches(name, known, n=1)
+        way_out = f"did you mean {similar[0]}?" if similar else f"the arguments are {', '.join(known)}"
     return TypeError(f"{op}: there is no argument {name}; {way_out}")
 
 

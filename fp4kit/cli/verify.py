@@ -324,6 +324,8 @@ def _reconcile(args: argparse.Namespace, out: Output) -> int:
         out.line(
             f"would rescale {count}" if args.dry_run else f"wrote {shown(str(found.destination))}: rescaled {count}"
         )
+        path = "" if args.dry_run else shlex.quote(str(found.destination))
+        out.lines([f"next: fp4kit verify {path} --source SRC, because equal scales may still be wrong"] if path else [])
     return DIFFERENT if args.dry_run and repairs else DONE
 
 

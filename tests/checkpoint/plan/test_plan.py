@@ -325,6 +325,10 @@ def test_an_unknown_option(function: Any, tmp_path: Path) -> None:
     error = rf"^{function.__name__}: there is no argument hadamards; did you mean hadamard\?$"
     with pytest.raises(TypeError, match=error):
         function(tmp_path, tmp_path, hadamards=16)
+    for name, field in {"keep": "keep", "only": "only", "include": "include", "exclude": "keep"}.items():
+        error = rf"^{function.__name__}: there is no argument {name}; use wishes=Wishes\({field}=\.\.\.\)$"
+        with pytest.raises(TypeError, match=error):
+            function(tmp_path, tmp_path, **{name: ["*"]})
 
 
 ALWAYS = ("recipe", "format", "wishes", "input_scale", "requantize", "nonfinite")
