@@ -28,7 +28,7 @@ LIMITS: dict[str, tuple[float, float]] = {
     "code lines of the package": (70900, 52000),
     "Python modules": (205, 200),
     "Python modules in one folder": (15, 15),
-    "import lines": (3820, 3300),
+    "import lines": (3830, 3300),
     "texts per code line": (0.36, 0.38),
     "docstring lines of private functions": (1910, 2500),
     "code lines of tests": (61350, 42000),
