@@ -321,14 +321,16 @@ def doubtful_declarations(model: Checkpoint) -> Iterator[Issue]:
     - Layers seem to lack rows, columns or tensors, or to be transposed.
     - The output head (lm_head) is quantized although the config ties it to the embedding.
 
-    The last is an error, all others are warnings. A warning also says which engines load a quantized output head.
+    - A size in the config, such as hidden_size, fits no layer.
+
+    The last two are errors, all others are warnings. A warning also says which engines load a quantized output head.
     """
     lost = config_entries.lost_column_scales(model.config or {}, model.hf_quant_config, model.layers)
     if lost:
         yield Issue("warning", "config.json", lost)
     weights, config = [*model.weights.values()], configs.with_declaration(model.config or {}, model.hf_quant_config)
     found = [*lost_tensor_scales(model.layers.values()), *doubtful_layers(weights, config, model.tensors)]
-    yield from (Issue("warning", "model", text) for text in found)
+    yield from (Issue("error" if text.endswith(INCOMPLETE) else "warning", "model", text) for text in found)
     tied = tied_head(weights, config)
     if tied:
         yield Issue("error", "config.json", tied)

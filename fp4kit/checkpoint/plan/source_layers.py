@@ -446,7 +446,9 @@ def doubtful_layers(
     if any_quantized(weights):
         yield from unlike_layers(weights, entries, config)
     names = {misfit.weight.name for misfit in cut}
-    yield from transposed_layers((weight for weight in weights if weight.name not in names), config)
+    whole = [weight for weight in weights if weight.name not in names]
+    found = [*transposed_layers(whole, config)]
+    yield from found or unfit_heads(whole, config)
 
 
 # key of config.json -> (parent of the leaf, or "", {leaf name: the axis that has this length})
@@ -480,3 +482,38 @@ def transposed_layers(weights: Iterable[Weight], config: Mapping[str, Any]) -> I
             f"{listed(names)}: {TRANSPOSED}, because only its other axis has hidden_size {config.get('hidden_size')};"
             " engines expect [outputs, inputs]"
         )
+
+
+# key of config.json -> {leaf name: the axis that has this number of heads times head_dim}
+_HEADS = {"num_attention_heads": {"q_proj": 0, "o_proj": 1}, "num_key_value_heads": {"k_proj": 0, "v_proj": 0}}
+_SELF_ATTENTION = re.compile(r"(?:model\.|language_model\.){0,3}layers\.\d+\.self_attn\.([qkvo]_proj)")
+# Families whose head_dim, if a config has none, is hidden_size / num_attention_heads; in others it is a constant.
+_DERIVED = ("granite", "llama", "mistral", "mixtral", "olmo", "olmo2", "qwen2", "qwen2_moe")
+
+
+def unfit_heads(weights: Iterable[Weight], config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a text for each number of heads in config.json that no layer of a name fits; none for special attention."""
+    text = config.get("text_config")
+    config = {key: value for key, value in (text if isinstance(text, Mapping) else config).items() if value is not None}
+    # Other keys of heads and ranks stand for latent attention, gates per head, or layers with heads of another size.
+    special = {key for key in config if ("head" in key or "lora" in key) and not key.startswith("linear_")}
+    heads, size, hidden = (config.get(key) for key in ("num_attention_heads", "head_dim", "hidden_size"))
+    if size is None and config.get("model_type") in _DERIVED and type(heads) is type(hidden) is int and heads > 0:
+        size = hidden // heads
+    if special - {*_HEADS, "head_dim"} or type(size) is not int:
+        return
+    layers: dict[str, list[Weight]] = defaultdict(list)
+    for weight in weights:
+        if (match := _SELF_ATTENTION.fullmatch(weight.name)) and len(weight.shape) == 2:
+            layers[match[1]].append(weight)
+    for key, axes in _HEADS.items():
+        needed = config[key] * size if type(config.get(key)) is int else 0
+        for leaf, axis in axes.items():
+            fits = (needed, 2 * needed) if leaf == "q_proj" else (needed,)  # a gate of the output doubles the rows
+            if needed and layers[leaf] and not any(one.shape[axis] in fits for one in layers[leaf]):
+                yield (
+                    f"{shown(layers[leaf][0].name)} is {list(layers[leaf][0].shape)}, which does not fit {key}"
+                    f" {config[key]} in config.json: with head_dim {size}, it needs {needed}"
+                    f" {('rows', 'columns')[axis]}; {INCOMPLETE}"
+                )
+                break

@@ -18,9 +18,10 @@ from fp4kit.checkpoint import Rules, convert_tensors
 from fp4kit.checkpoint.containers.configs import ALL_FORMATS
 from fp4kit.checkpoint.convert.convert import convert, execute
 from fp4kit.checkpoint.executors import Options
+from fp4kit.checkpoint.model.weights import Weight
 from fp4kit.checkpoint.plan.make_plan import make_plan
 from fp4kit.checkpoint.plan.other_models import LoraAdapter
-from fp4kit.checkpoint.plan.source_layers import missing_layers
+from fp4kit.checkpoint.plan.source_layers import missing_layers, unfit_heads
 from fp4kit.checkpoint.selection.selection import Wishes
 from fp4kit.checkpoint.verify.verify import verify_checkpoint as verify
 
@@ -333,8 +334,30 @@ def test_scales_that_are_multiplied_twice_are_doubted(tmp_path: Path) -> None:
 def test_a_config_that_does_not_fit_is_not_called_transposed(tmp_path: Path, sizes: Any, text: str | None) -> None:
     config = {"model_type": "qwen3", "hidden_size": sizes[0], "intermediate_size": sizes[1]}
     synthetic.write_model(tmp_path / "m", config, dict(sorted(synthetic.dense(tmp_path / "plain").items())))
-    found = [x.text for x in verify(tmp_path / "m").issues if "transposed" in x.text or "does not fit" in x.text]
-    assert len(found) == (text is not None) and all(text in one for one in found)
+    found = [x for x in verify(tmp_path / "m").issues if "transposed" in x.text or "does not fit" in x.text]
+    assert len(found) == (text is not None) and all(text in x.text and x.severity == "error" for x in found)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "texts"),
+    [
+        ({}, []),  # a gate of the output doubles the rows of q_proj
+        ({"num_attention_heads": 3}, ["q_proj is [128, 64], which does not fit num_attention_heads 3 in config.json"]),
+        ({"num_attention_heads": 8}, ["o_proj is [64, 64], which does not fit num_attention_heads 8 in config.json"]),
+        ({"num_key_value_heads": 4}, ["with head_dim 16, it needs 64 rows; engines fail"]),
+        ({"num_attention_heads": 8, "num_key_value_heads": 8}, ["attention_heads 8", "key_value_heads 8"]),
+        ({"num_attention_heads": 8, "v_head_dim": 8}, []),  # values with heads of another size
+        ({"num_attention_heads": 8, "head_dim": None}, []),  # qwen3 has a constant head_dim
+        ({"num_attention_heads": 8, "head_dim": None, "model_type": "llama"}, ["with head_dim 8, it needs 16 rows"]),
+    ],
+)
+def test_numbers_of_heads_that_fit_no_layer(sizes: dict[str, Any], texts: list[str]) -> None:
+    shapes = {"q_proj": (128, 64), "k_proj": (32, 64), "v_proj": (32, 64), "o_proj": (64, 64)}
+    names = {f"model.layers.{n}.self_attn.{leaf}": shape for n in (0, 1) for leaf, shape in shapes.items()}
+    config = {"model_type": "qwen3", "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
+    weights = [Weight(name, f"{name}.weight", shape, None, {}) for name, shape in names.items()]
+    found = [*unfit_heads(weights, {**config, "head_dim": 16, **sizes})]
+    assert len(found) == len(texts) and all(text in one for text, one in zip(texts, found, strict=True))
 
 
 def test_transposed_layers_are_named(tmp_path: Path) -> None:
