@@ -25,7 +25,7 @@ from fp4kit.checkpoint.convert.job import RENAME, input_scale_of
 from fp4kit.checkpoint.loaders import exclusions, requirements, support
 from fp4kit.checkpoint.model import model_files, transforms
 from fp4kit.checkpoint.model.closed_world import lost_tensor_scales
-from fp4kit.checkpoint.model.doubts import LOST_CODES, LOST_SCALES, tied_head
+from fp4kit.checkpoint.model.doubts import LOST_CODES, LOST_SCALES, OTHER_ORDER, tied_head
 from fp4kit.checkpoint.model.inspect import Checkpoint
 from fp4kit.checkpoint.model.slabs import Readers, scalar_of
 from fp4kit.checkpoint.model.statistics import StoredCounts, doubt_about
@@ -158,7 +158,8 @@ def engines_that_load(format_name: str, config: Mapping[str, Any], issues: Itera
     issues = [*issues]
     found = (issue for issue in issues if issue.text.endswith(INCOMPLETE))
     unfit = any(issue.severity == "error" or issue.subject == "model" for issue in found)
-    if unfit or any(TRANSPOSED in issue.text or _NOT_KNOWN in issue.text for issue in issues):
+    misread = (TRANSPOSED, _NOT_KNOWN, OTHER_ORDER, _AS_INVERTED)
+    if unfit or any(words in issue.text for issue in issues for words in misread):
         return ()
     doubted = {issue.loader.partition(" ")[0] for issue in issues if _is_obstacle(issue)}
     return tuple(each for each in support.engines_for(format_name, support.family_of(config)) if each not in doubted)
@@ -215,6 +216,7 @@ _FAR = 1024.0  # the largest ratio of an amax to the median of its kind that is 
 _FEWEST = 4  # the smallest number of layers for which a median is computed
 # A median of amaxes above this number shows inverted scales. Medians of measured amaxes are below it.
 _INVERTED = float(1 << 19)
+_AS_INVERTED = "as they do if they are inverted"
 _NUMBER = re.compile(r"\b\d+\b")
 
 
@@ -224,17 +226,16 @@ def _nvfp4(weights: Iterable[Weight]) -> list[Weight]:
 
 
 def input_scale_issues(weights: Iterable[Weight], stored: Mapping[str, float]) -> Iterator[Issue]:
-    """Yield a warning for every NVFP4 input scale that contradicts the input scales of other layers."""
+    """Yield a warning for every NVFP4 input scale that contradicts others, and one issue if most are too large."""
     layers = _nvfp4(weights)
     amaxes = {weight.name: _amax_of(weight, stored) for weight in layers}
     known = {name: amax for name, amax in amaxes.items() if amax}
     if known and (middle := median(known.values())) > _INVERTED:
         text = (
-            f"the input scales stand for inputs of up to {middle:.3g} in half of the layers, as they do if they are"
-            " inverted; compare them with the formulas: input_scale is amax / 2688, and input_global_scale is"
-            " 2688 / amax"
+            f"the input scales stand for inputs of up to {middle:.3g} in half of the layers, {_AS_INVERTED};"
+            " compare them with the formulas: input_scale is amax / 2688, and input_global_scale is 2688 / amax"
         )
-        yield Issue("warning", "model", text)
+        yield Issue("warning" if len(known) < _FEWEST else "error", "model", text)
     yield from _outliers(known)
     divides = {weight.name for weight in layers if weight.form.divides}
     yield from _unequal(known, divides)

@@ -332,6 +332,7 @@ LOST_COLUMNS = (
     "scales are zero in all rows of some columns of blocks, although the codes there are not, so the scales were lost"
 )
 LOST_SCALES = "most block scales are zero although their codes are not, so the values are lost"
+OTHER_ORDER = "fit the codes only if"
 EMPTY = "all codes are zero, which is a fault unless the layer was pruned"
 CERTAIN = (LOST_CODES, LOST_SCALES, LOST_COLUMNS)
 _FEWEST_ROWS = 16  # fewer rows do not show that a whole column of scales is zero
@@ -510,14 +511,14 @@ def _other_order(sample: _Sample, square: bool) -> str:
                 continue
             if _correlation(sample, unswizzle_scales(raw, layout, shape)) <= limit:
                 return (
-                    f"block scales fit the codes only if they are {layout}, but {declared} ones are declared; rearrange"
-                    " them with fp4kit.swizzle or fp4kit.unswizzle, or declare their layout"
+                    f"block scales {OTHER_ORDER} they are {layout}, but {declared} ones are declared; rearrange them"
+                    " with fp4kit.swizzle or fp4kit.unswizzle, or declare their layout"
                 )
     size = min(sample.codes.shape) // form.block[1] * form.block[1] if square else 0
     if size:
         turned = _Sample(form, np.ascontiguousarray(sample.codes[:size, :size].T), sample.stored)
         if _correlation(turned, sample.stored) <= limit:
-            return "block scales fit the codes only if the codes are transposed; transpose the codes, not their bytes"
+            return f"block scales {OTHER_ORDER} the codes are transposed; transpose the codes, not their bytes"
     return ""
 
 

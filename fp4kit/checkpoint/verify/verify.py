@@ -21,7 +21,7 @@ from fp4kit.checkpoint.convert.run_jobs import leftovers_of, source_facts
 from fp4kit.checkpoint.executors import Options, executor_of, run_all, start_devices
 from fp4kit.checkpoint.loaders.requirements import REPAIRABLE, Sharding, obstacles, sharding_of
 from fp4kit.checkpoint.model.closed_world import ATTENTION, LEFT_OUT, REFUSED, check_model, is_attention_scale, split
-from fp4kit.checkpoint.model.doubts import CERTAIN, SWAPPED_NIBBLES, swapped_layers
+from fp4kit.checkpoint.model.doubts import CERTAIN, OTHER_ORDER, SWAPPED_NIBBLES, swapped_layers
 from fp4kit.checkpoint.model.inspect import Checkpoint
 from fp4kit.checkpoint.model.model_files import MANIFEST, Source, differences, load_manifest, open_original
 from fp4kit.checkpoint.model.slabs import Readers, tensor_scale_of
@@ -638,10 +638,13 @@ def _issues_of_layers(
     for layer in layers:
         yield from findings.stored_issues(layer.name, layer.tally)
     lost = {issue.subject.partition("[")[0] for issue in zeros if issue.severity == "error"}
+    doubts = Counter(one.doubt for one in found if one.check.stored.container is not None)
+    most = (doubt for doubt, count in doubts.items() if count >= _FEWEST and 2 * count > doubts.total())
+    certain = {*CERTAIN, *(doubt for doubt in most if OTHER_ORDER in doubt)}
     for one in found:
         name = one.check.stored.name
         if one.doubt and not (one.doubt in CERTAIN and name in lost):
-            yield Issue("error" if one.doubt in CERTAIN else "warning", name, one.doubt)
+            yield Issue("error" if one.doubt in certain else "warning", name, one.doubt)
     failed = [one for one in found if one.error]
     yield from (Issue("error", x.check.stored.name, f"cannot be re-encoded: {shown(x.error)}") for x in failed)
     kept = [layer for layer in layers if layer.name not in lost]  # of the others, the zeros are the cause
@@ -657,6 +660,7 @@ def _issues_of_layers(
         yield from _differing(layer, used.get(layer.name), settings.search)
 
 
+_FEWEST = 4  # an order that fewer layers need, or less than half of them, is a warning
 _QUANTIZED_ALONE = (
     "is quantized, but the source, which has quantized layers, keeps it unquantized; convert the source again, with"
     " --include if this layer is to be quantized too"

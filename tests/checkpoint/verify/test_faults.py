@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -22,7 +23,7 @@ from measured import whole
 import fp4kit
 from fp4kit.checkpoint import Activations, convert, make_plan
 from fp4kit.checkpoint.containers.engines import Issue
-from fp4kit.checkpoint.findings import emptiness_of, recorded_activations, zeros_of
+from fp4kit.checkpoint.findings import emptiness_of, engines_that_load, recorded_activations, zeros_of
 from fp4kit.checkpoint.identify.run import problems_of
 from fp4kit.checkpoint.model.inspect import inspect_checkpoint
 from fp4kit.checkpoint.model.model_files import open_source
@@ -37,6 +38,7 @@ from fp4kit.storage.files import CheckpointError
 
 Bytes = npt.NDArray[np.uint8]
 LAYER, SIZE = "model.layers.0.self_attn.o_proj", 128
+NAMES = {"modelopt": "modelopt NVFP4", "compressed-tensors": "compressed-tensors nvfp4-pack-quantized"}
 FORMS = {"nvfp4-modelopt": "modelopt", "mxfp4-compressed-tensors": "compressed-tensors"}
 
 
@@ -96,6 +98,22 @@ def test_faults_are_named(sound: Path, tmp_path: Path, fault: str, recipe: str, 
     change(root, f"{LAYER}.{packed if part == 'codes' else 'weight_scale'}", make, np.uint8)
     found = [(one.severity, one.subject) for one in verify(root, sound / "s").issues if one.text.startswith(fault)]
     assert found == [("error", LAYER)]
+
+
+@pytest.mark.parametrize(("count", "severity"), [(1, "warning"), (3, "warning"), (4, "error")])
+@pytest.mark.parametrize("fault", [name for name in FAULTS if "nibbles" not in name])
+def test_another_order_in_most_layers_is_an_error(
+    sound: Path, tmp_path: Path, fault: str, count: int, severity: str
+) -> None:
+    root = copied(sound / "nvfp4-modelopt", tmp_path / "m", False)
+    part, make = FAULTS[fault]
+    for leaf in ("q_proj", "k_proj", "v_proj", "o_proj")[:count]:
+        layer = LAYER.replace("o_proj", leaf)
+        change(root, f"{layer}.{'weight' if part == 'codes' else 'weight_scale'}", make, np.uint8)
+    report = verify(root)
+    found = [one.severity for one in report.issues if "fit the codes only if" in one.text]
+    assert found == [severity] * count and report.clean == (severity == "warning")
+    assert engines_that_load(NAMES["modelopt"], {}, ()) and not engines_that_load(NAMES["modelopt"], {}, report.issues)
 
 
 def test_lost_scales_are_named_and_not_their_noise(sound: Path, tmp_path: Path) -> None:
@@ -505,7 +523,7 @@ def issues(root: Path, format: str, amaxes: dict[str, float], others: float = 1.
     activations = Activations.of(whole(root / "m", {**layers, **amaxes}))
     convert(root / "m", root / "out", format=format, activations=activations)
     report = verify(root / "out", root / "m")
-    assert report.clean
+    assert report.clean == (others < 5e5)
     return [issue for issue in report.issues if "input scale" in issue.text]
 
 
@@ -544,10 +562,12 @@ def test_two_layers_of_a_kind_are_too_few_for_a_median(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("amax", "warned"), [(4e5, False), (6e5, True)])
 @pytest.mark.parametrize("format", SUFFIX)
 def test_inverted_scales(format: str, amax: float, warned: bool, tmp_path: Path) -> None:
-    """verify warns that input scales look inverted if all stand for inputs up to 6e5, but not for inputs up to 4e5."""
+    """Input scales look inverted if all stand for inputs up to 6e5, but not if they stand for inputs up to 4e5."""
     found = issues(tmp_path, format, {}, amax)
-    assert [issue.subject for issue in found] == ["model"] * warned
+    assert [(issue.severity, issue.subject) for issue in found] == [("error", "model")] * warned
     assert all("as they do if they are inverted" in issue.text for issue in found)
+    doubted = [replace(issue, severity="warning") for issue in found]
+    assert bool(engines_that_load(NAMES[format], {}, doubted)) != warned
 
 
 @pytest.mark.parametrize(
