@@ -486,7 +486,7 @@ def transposed_layers(weights: Iterable[Weight], config: Mapping[str, Any]) -> I
 
 # key of config.json -> {leaf name: the axis that has this number of heads times head_dim}
 _HEADS = {"num_attention_heads": {"q_proj": 0, "o_proj": 1}, "num_key_value_heads": {"k_proj": 0, "v_proj": 0}}
-_SELF_ATTENTION = re.compile(r"(?:model\.|language_model\.){0,3}layers\.\d+\.self_attn\.([qkvo]_proj)")
+_SELF_ATTENTION = re.compile(r"(?:model\.|language_model\.){0,3}layers\.\d+\.self_attn\.(\w+)")
 # Families whose head_dim, if a config has none, is hidden_size / num_attention_heads; in others it is a constant.
 _DERIVED = ("granite", "llama", "mistral", "mixtral", "olmo", "olmo2", "qwen2", "qwen2_moe")
 
@@ -500,12 +500,12 @@ def unfit_heads(weights: Iterable[Weight], config: Mapping[str, Any]) -> Iterato
     heads, size, hidden = (config.get(key) for key in ("num_attention_heads", "head_dim", "hidden_size"))
     if size is None and config.get("model_type") in _DERIVED and type(heads) is type(hidden) is int and heads > 0:
         size = hidden // heads
-    if special - {*_HEADS, "head_dim"} or type(size) is not int:
-        return
     layers: dict[str, list[Weight]] = defaultdict(list)
     for weight in weights:
         if (match := _SELF_ATTENTION.fullmatch(weight.name)) and len(weight.shape) == 2:
             layers[match[1]].append(weight)
+    if special - {*_HEADS, "head_dim"} or any("kv_" in leaf for leaf in layers) or type(size) is not int:
+        return
     for key, axes in _HEADS.items():
         needed = config[key] * size if type(config.get(key)) is int else 0
         for leaf, axis in axes.items():

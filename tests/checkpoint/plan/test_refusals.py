@@ -357,6 +357,8 @@ def test_numbers_of_heads_that_fit_no_layer(sizes: dict[str, Any], texts: list[s
     config = {"model_type": "qwen3", "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
     weights = [Weight(name, f"{name}.weight", shape, None, {}) for name, shape in names.items()]
     found = [*unfit_heads(weights, {**config, "head_dim": 16, **sizes})]
+    latent = Weight("model.layers.0.self_attn.kv_b_proj", "kv_b_proj", (64, 64), None, {})
+    assert not [*unfit_heads([*weights, latent], {**config, "head_dim": 16, **sizes})]
     assert len(found) == len(texts) and all(text in one for text, one in zip(texts, found, strict=True))
 
 
