@@ -21,7 +21,7 @@ import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-LIMITS = {"fp4kit": 5_000_000, "fp4kit-evidence": 17_000_000, "selection": 1_300_000, "sdist": 30_000_000}  # bytes
+LIMITS = {"fp4kit": 5_000_000, "fp4kit-evidence": 17_000_000, "selection": 1_050_000, "sdist": 30_000_000}  # bytes
 SECONDS = 10  # to install the wheel and its dependencies, without downloads
 NEEDED = ("tests/conftest.py", "fp4kit/evidence/recorded/te.npz", "fp4kit/cpu/source/c_api.cpp", "packaging/README.md")
 

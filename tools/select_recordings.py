@@ -1,4 +1,4 @@
-"""Write fp4kit/evidence/selection: the recorded outputs that the wheel contains, about 1 MB of evidence/recorded.
+"""Write fp4kit/evidence/selection: the recorded outputs that the wheel contains, 1 MB of evidence/recorded.
 
     python tools/select_recordings.py [--into DIRECTORY]
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 from fp4kit.evidence.golden.golden_set import INPUTS, RECORDED, SELECTION, GoldenSet
 
-INPUTS_KEPT = ("ties__f32", "ties__bf16", "nonfinite__f32", "nonfinite__bf16", "zero_blocks__f16")
+INPUTS_KEPT = ("ties__f32", "ties__bf16", "nonfinite__f32", "nonfinite__bf16")
 
 
 def selected(golden: GoldenSet) -> dict[str, list[str]]:
