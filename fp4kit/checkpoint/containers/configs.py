@@ -88,6 +88,10 @@ def _groups(config: Config) -> list[Config]:
     return [group for group in found if isinstance(group, Mapping)]
 
 
+def _inputs(config: Config) -> list[Config]:
+    return [_section(group, "input_activations") for group in _groups(config)]
+
+
 # Write declarations -------------------------------------------------------------------------------------------------
 
 _AWQ: dict[str, Any] = {"quant_algo": "NVFP4_AWQ", "has_zero_point": False, "pre_quant_scale": True}
@@ -274,27 +278,27 @@ def has_static_inputs(container: str, config: Config) -> bool:
     stores = form is not None and form.format == "compressed-tensors" and table.INPUT_SCALE in form.suffixes
     if form is None or not stores or form.kind == "fp8":
         return False
-    inputs = [_section(group, "input_activations") for group in _groups(config)]
+    inputs = _inputs(config)
     return any(each and each.get("dynamic") is not True for each in inputs)
 
 
 def keeps_inputs(config: Config) -> bool:
     """Return whether a config declares that the inputs of its quantized layers stay unquantized."""
-    inputs = [_section(group, "input_activations") for group in _groups(config)]
-    section = quantization_config(config)
-    is_null = section.get("quant_method") == "compressed-tensors" and bool(inputs) and not any(inputs)
-    return is_null or section.get("quant_algo") == "W4A16_NVFP4"
+    return ignored_scales(config) == _UNQUANTIZED or quantization_config(config).get("quant_algo") == "W4A16_NVFP4"
 
 
 def ignored_scales(config: Config) -> str:
     """Return what a config of compressed-tensors declares instead of stored input scales; "" if it may use them."""
-    inputs = [_section(group, "input_activations") for group in _groups(config)]
+    inputs = _inputs(config)
     if quantization_config(config).get("quant_method") != "compressed-tensors" or not inputs:
         return ""
     if not any(inputs):
-        return "quantization_config declares unquantized inputs (input_activations)"
+        return _UNQUANTIZED
     is_dynamic = all(each.get("dynamic") is True for each in inputs if each)
     return "quantization_config declares that engines compute the scales of inputs (dynamic: true)" * is_dynamic
+
+
+_UNQUANTIZED = "quantization_config declares unquantized inputs (input_activations)"
 
 
 def _needs(config: Config, **needed: Any) -> Iterator[Issue]:
@@ -329,7 +333,7 @@ def _require_modelopt(container: str, form: Container, config: Config) -> Iterat
         yield finding("vLLM", "error", _CONFIG, text)
     if algo != needed:
         yield finding("SGLang", "error", _CONFIG, text)  # SGLang compares case-sensitively
-    inputs = [_section(group, "input_activations") for group in _groups(config)]
+    inputs = _inputs(config)
     if container == "modelopt NVFP4" and inputs and not any(inputs):
         text = "no group has input_activations: the engine treats NVFP4 as W4A16_NVFP4 and ignores input_scale"
         yield finding("vLLM", "warning", _CONFIG, text)
