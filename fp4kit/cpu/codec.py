@@ -132,10 +132,14 @@ def not_encoded(r: Recipe) -> str | None:
     return None
 
 
+_OF_FAKE_RULES = ("product", "e8m0", "hif4")  # decode rules by which codes have the values of a fake rule
+
+
 @lru_cache(256)
 def not_faked(r: Recipe) -> str | None:
     """Return the reason why the engine cannot fake-quantize by a recipe, or None if it can."""
-    if r.fake_rule is not None and not (rules.FAKE_RULES[r.fake_rule].by_codes and (r.fake_only or not r.levels)):
+    by_codes = r.fake_rule is not None and rules.FAKE_RULES[r.fake_rule].by_codes
+    if r.fake_rule is not None and not (by_codes and (r.fake_only or not r.levels) and r.decode_rule in _OF_FAKE_RULES):
         return "a fake_rule, which is a separate formula for the values"
     return not_encoded(r)
 

@@ -3,6 +3,9 @@
 evidence/golden/test_check.py compares them with the producers' recorded fake quantizers.
 """
 
+from dataclasses import replace
+from itertools import product
+
 import numpy as np
 import pytest
 from inputs import BF16, INPUTS, ORDINARY, as_strided, ordinary, seeded
@@ -11,6 +14,7 @@ from together import together
 import fp4kit
 from fp4kit.evidence.testing import assert_same_bits
 from fp4kit.recipes import RECIPES
+from fp4kit.recipes.rules import DECODE_RULES
 
 WITH_RULE = [r.id for r in RECIPES.values() if r.fake_rule]
 WITHOUT_RULE = [r.id for r in RECIPES.values() if not r.fake_rule]
@@ -308,3 +312,18 @@ def test_an_amax_that_is_no_number(amax):
         return
     with pytest.raises(TypeError, match=r"^fake_quantize_backward: amax is .*; needs a real number or a float array$"):
         fp4kit.fake_quantize_backward(x, x, "nvfp4-te", amax=amax)
+
+
+def test_a_fake_rule_computes_its_values_whatever_the_decode_rule():
+    """Variants whose codes decode to other values keep those of the fake rule."""
+    rng = np.random.default_rng(0)
+    x = (rng.standard_normal((32, 256)) * np.exp2(rng.integers(-12, 12, (32, 1)))).astype(np.float32)
+    recipes = [r for r in RECIPES.values() if r.fake_rule and not r.stochastic_only]
+    for r, decode_rule in product(recipes, DECODE_RULES):
+        try:
+            variant = replace(r, decode_rule=decode_rule)
+            found = fp4kit.fake_quantize(x, variant)
+        except ValueError:  # the rule does not fit the formats
+            continue
+        with fp4kit.specification():
+            assert_same_bits(found, fp4kit.fake_quantize(x, variant), f"{r.id}, {decode_rule}")
