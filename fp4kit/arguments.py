@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import math
 import operator
+import re
 import sys
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import fields
 from difflib import get_close_matches
 from functools import wraps
@@ -152,7 +154,11 @@ def check_call(function: Callable[..., Any], args: Sequence[Any], names: Collect
 
 
 def explains_calls(function: Callable[P, T]) -> Callable[P, T]:
-    """Decorate a function so that a call with wrong arguments raises the TypeError of ``check_call``."""
+    """Decorate a function so that its errors speak of its arguments.
+
+    A call with wrong arguments raises the TypeError of ``check_call``. Other errors name arguments, as ``in_python``
+    writes them, in place of options of the command line.
+    """
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
@@ -161,8 +167,81 @@ def explains_calls(function: Callable[P, T]) -> Callable[P, T]:
         except TypeError:
             check_call(function, args, kwargs)
             raise
+        except ValueError as error:
+            name_arguments(error, signature(function).parameters)
+            raise
 
     return call
+
+
+IN_COMMAND: ContextVar[bool] = ContextVar("in_command", default=False)  # True while a command of fp4kit runs
+_OPTION = re.compile(r"(?<![\w-])--([a-z][a-z0-9-]*)(?: ('[^']*'|[\w*?.\[\]:+/-]*[\w*\]](?:=\.\.\.)?))?")
+_COMMAND = re.compile(r"fp4kit [a-z]+[^;:`]*")  # a command to run, whose options stay
+_SWITCHES = ("requantize", "allow-loss", "all-rows", "resume")
+_IN_WISHES = ("keep", "only", "include", "keep-first", "keep-last", "preset", "like")
+_LISTS = ("keep", "only", "include", "ignore", "hadamard-only")
+# {option: values that are words}. Any other word that follows an option is text, unless it is upper case.
+_WORDS = {
+    "format": ("modelopt", "gguf", "mlx", "comfy"),
+    "nonfinite": ("keep", "saturate", "error"),
+    "unseen-experts": ("layer", "none"),
+    "engine": ("transformers",),
+}
+# {option: (parameter, how Python gives the value {})}, of options whose parameter has another name
+_SPELLED = {
+    **{name: ("wishes", f"wishes=Wishes({name.replace('-', '_')}={{}})") for name in _IN_WISHES},
+    "scale-search": ("search", "search=ScaleSearch.of({})"),
+    "column-weights": ("search", "search=ScaleSearch.of(..., columns={})"),
+    "imatrix": ("search", "search=ScaleSearch.of(..., imatrix={})"),
+    "activation-rule": ("activations", "activations=Activations.of(..., rule={})"),
+    "unseen-experts": ("activations", "activations=Activations.of(..., unseen={})"),
+    **{name: ("options", f"options=Options({name}={{}})") for name in ("resume", "workers")},
+    "device": ("options", "options=Options(devices={})"),
+}
+
+
+def in_python(text: str, parameters: Collection[str]) -> str:
+    """Return a message with the arguments of a function in place of options of the command line.
+
+    ``--nonfinite keep`` becomes ``nonfinite='keep'``, and ``--keep`` becomes ``wishes=Wishes(keep=...)``, or
+    ``exclude=...`` if the function has it. Options that fit no parameter stay.
+
+    parameters: the names of the function's parameters. For a method, or with a plan or rules, all options count.
+    """
+
+    commands = [found.span() for found in _COMMAND.finditer(text)]
+
+    def argument(found: re.Match[str]) -> str:
+        option, value = found.group(1), found.group(2) or ""
+        own = option.replace("-", "_")
+        name, how = _SPELLED.get(option, (own, f"{own}={{}}"))
+        if option == "keep" and "exclude" in parameters:
+            name, how = "exclude", "exclude={}"
+        if option == "recipe" and value.endswith("=..."):
+            return f"recipes=[({value.removesuffix('=...')!r}, ...)]"
+        is_of_command = any(start <= found.start() < end for start, end in commands)
+        if is_of_command or (name not in parameters and not {"plan", "rules", "self"} & {*parameters}):
+            return found[0]
+        is_value = value in _WORDS.get(option, ()) or value.isupper() or not value.isalpha()
+        is_value |= found.start() == 0 and text[found.end() :].startswith(":")
+        if not value or option in _SWITCHES or not is_value:
+            return how.format("True" if option in _SWITCHES else "...") + (value and f" {value}")
+        is_plain = value.startswith("'") or value.isupper() or value.replace(".", "").lstrip("-").isdigit()
+        given = value if is_plain else repr(value)
+        return how.format(f"[{given}]" if option in _LISTS else given)
+
+    return _OPTION.sub(argument, text)
+
+
+def name_arguments(error: ValueError, parameters: Collection[str]) -> None:
+    """Write the message of an error with arguments in place of options, unless the command line will print it."""
+    if not IN_COMMAND.get() and error.args and "--" in str(error.args[0]) and str(error) == error.args[0]:
+        error.args = (in_python(error.args[0], parameters), *error.args[1:])
+
+
+def spelled(name: str) -> str:
+    """Return how a user writes the argument ``name``: as an option while a command runs."""
+    return "--" + name.replace("_", "-") if IN_COMMAND.get() else name
 
 
 def warn(text: str, category: type[Warning] = UserWarning) -> None:

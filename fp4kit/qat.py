@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
-from fp4kit.arguments import warn
+from fp4kit.arguments import in_python, warn
 from fp4kit.checkpoint.containers.table import Container
 from fp4kit.checkpoint.loaders.requirements import fault_of
 from fp4kit.checkpoint.model.weights import Weight, layer_names
@@ -254,13 +254,8 @@ def _form_for(choice: QatChoice) -> tuple[Container | None, str]:
         return Request(choice.recipe, choice.format).form_for(choice.config or {}), ""
     except CheckpointError as error:
         if choice.format is not None:
-            raise CheckpointError(f"{choice.op}: {in_python(error)}") from None
-        return None, in_python(error)
-
-
-def in_python(error: CheckpointError) -> str:
-    """Return the message of an error of the converter, with arguments of Python in place of options."""
-    return re.sub(r"--format ([\w-]+)", r"format='\1'", str(error)).replace("with --keep", "with exclude=")
+            raise CheckpointError(f"{choice.op}: {error}") from None
+        return None, in_python(str(error), ("format", "exclude"))
 
 
 def _decided(choice: QatChoice, weights: Sequence[TrainedWeight], form: Container | None) -> Iterator[TrainedWeight]:

@@ -11,6 +11,7 @@ from importlib import import_module
 from typing import Any
 
 from fp4kit import __all__, __version__, startup
+from fp4kit.arguments import IN_COMMAND
 from fp4kit.cli import command
 from fp4kit.cli.output import Output
 
@@ -85,9 +86,12 @@ def _run(task: command.GuardedCommand, argv: Sequence[str] | None) -> int:
         return 0
     task.name = args.command
     task.destination = args.writes(args) if args.writes else None
-    return int(
-        args.func(args, Output(args.command, getattr(args, "json", False) is True, getattr(args, "quiet", False)))
-    )
+    out = Output(args.command, getattr(args, "json", False) is True, getattr(args, "quiet", False))
+    before = IN_COMMAND.set(True)
+    try:
+        return int(args.func(args, out))
+    finally:
+        IN_COMMAND.reset(before)
 
 
 def parser(arguments: Sequence[str] | None = None) -> command.Parser:

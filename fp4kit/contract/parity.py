@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import ml_dtypes
 import numpy as np
 
-from fp4kit.arguments import as_index
+from fp4kit.arguments import as_index, explains_calls
 from fp4kit.arithmetic import ieee
 from fp4kit.contract import compare_layer, faults
 from fp4kit.contract import sides as side_rows
@@ -54,6 +54,7 @@ _CALIBRATE = "calibrate once, and use the same input scales on both sides (input
 _INPUT_SCALES = ("input_global_scale", "input_scale")  # names in checkpoints
 
 
+@explains_calls
 @ieee(OP)
 def parity(
     train: SideLike,
@@ -221,7 +222,7 @@ class _Check:
                     self.notes[f"layers of the pattern {pattern!r}, which no random layer matches"] = None
         elif source is None and any(side.stored is None for side in sides):
             label = next(side.label for side in sides if side.stored is None)
-            way = "pass the unquantized model as weights= or --weights"
+            way = "pass the unquantized model as --weights MODEL"
             raise ValueError(f"{OP}: {label} quantizes weights, but none are given; {way}")
 
     def run(self, most: int | None, seconds: float | None, kv: Mapping[str, Any] | None) -> Parity:

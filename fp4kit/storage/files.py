@@ -43,6 +43,10 @@ class CheckpointError(ValueError):
     """
 
 
+class MissingError(CheckpointError, FileNotFoundError):
+    """The CheckpointError that is raised if nothing exists at a path."""
+
+
 def shown(name: str) -> str:
     """Return ``name`` with each unprintable character replaced by a backslash escape, such as ``\x1b``."""
     # Messages show names in this way, because names in a checkpoint are untrusted and may contain terminal control

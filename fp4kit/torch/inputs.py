@@ -17,7 +17,7 @@ from fp4kit.arrays.imports import is_distributed
 from fp4kit.calibration import Collector
 from fp4kit.call.inputs import by_input_global_scale
 from fp4kit.checkpoint.plan.scale_search import Activations
-from fp4kit.qat import TrainedWeight, in_python, rule_of_inputs
+from fp4kit.qat import TrainedWeight, rule_of_inputs
 from fp4kit.recipes import Recipe, recipe_of
 from fp4kit.recipes.table import from_spec, to_spec
 from fp4kit.storage.files import CheckpointError, counted, listed
@@ -281,7 +281,7 @@ def input_hooks(
     try:
         found: Mapping[str, Any] = {} if amaxes is None else _amaxes(op, r, amaxes).of_layers(layers)
     except CheckpointError as error:
-        raise CheckpointError(f"{op}: {in_python(error)}") from None
+        raise CheckpointError(f"{op}: {error}") from None
     spec, numbers = to_spec(r), {name: float(amax) for name, amax in found.items()}
     return [(one, InputHook(spec, numbers.get(one.saved.removesuffix(".weight")))) for one in linear]
 

@@ -8,9 +8,18 @@ from zlib import crc32
 
 import pytest
 
+from fp4kit.arguments import IN_COMMAND
 from fp4kit.checkpoint.findings import findings_of_plan
 from fp4kit.checkpoint.plan.plan import Plan
 from fp4kit.checkpoint.verify.verify import verify_checkpoint as verify
+
+
+@pytest.fixture(autouse=True)
+def _messages_name_options() -> Iterator[None]:
+    """Let messages name options, as on the command line. tests/call/test_explained_calls.py tests those of Python."""
+    before = IN_COMMAND.set(True)
+    yield
+    IN_COMMAND.reset(before)
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from fp4kit.arguments import a_type, as_mapping, warn
+from fp4kit.arguments import a_type, as_mapping, explains_calls, name_arguments, warn
 from fp4kit.arithmetic import ieee
 from fp4kit.arrays.imports import cupy, to_device
 from fp4kit.arrays.returns import dtype_named, library_of
@@ -41,7 +41,8 @@ from fp4kit.lazy import lazy_property
 from fp4kit.ops.amax import amax as amax_of
 from fp4kit.ops.quantize import quantize
 from fp4kit.quantized.slicing import of_zeros
-from fp4kit.recipes import Recipe, recipe
+from fp4kit.recipes import Recipe
+from fp4kit.recipes import recipe as recipe_called
 from fp4kit.storage.files import CheckpointError, TensorEntry, listed, shown
 
 
@@ -76,19 +77,20 @@ class Rules:
     recipes: Sequence[tuple[str, str | Recipe]] = ()
 
     @classmethod
-    def of(cls, recipe_id: str | Recipe = "nvfp4-te", **fields: Any) -> Rules:
+    def of(cls, recipe: str | Recipe = "nvfp4-te", **fields: Any) -> Rules:
         """Create Rules from a recipe or its id.
 
-        recipe_id: a Recipe, or the id of one.
+        recipe: a Recipe, or the id of one.
         fields: the other fields of Rules, such as format="modelopt".
 
         Raises ValueError if no recipe has this id, and TypeError for anything that is not a recipe. Also raises the
         errors of Rules.
         """
-        return cls(recipe(recipe_id), **fields)
+        return cls(recipe_called(recipe), **fields)
 
+    @explains_calls
     def __post_init__(self) -> None:
-        object.__setattr__(self, "recipe", recipe(self.recipe))
+        object.__setattr__(self, "recipe", recipe_called(self.recipe))
         if self.format == UNQUANTIZED:
             raise CheckpointError(
                 "format bf16: the tensors are unquantized already; do not call convert_tensors for it"
@@ -145,7 +147,7 @@ class Rules:
     @lazy_property
     def _request(self) -> Request:
         """The Request that the checkpoint converter would get for these rules."""
-        pairs = tuple((pattern, recipe(one)) for pattern, one in self.recipes)
+        pairs = tuple((pattern, recipe_called(one)) for pattern, one in self.recipes)
         inputs = self.input_scale, self.activations
         return Request(self.recipe, self.format, self.wishes, inputs[0], activations=inputs[1], recipes=pairs)
 
@@ -491,9 +493,13 @@ class TensorConverter:
 
     def _new(self, pairs: Iterable[Named]) -> Iterator[Named]:
         """Yield the given (name, array) pairs, except pairs that ``since`` holds with an equal array (see _is_same)."""
-        return (
-            (name, part) for name, part in pairs if name not in self._since or not _is_same(part, self._since[name])
-        )
+        try:
+            for name, part in pairs:
+                if name not in self._since or not _is_same(part, self._since[name]):
+                    yield name, part
+        except CheckpointError as error:
+            name_arguments(error, ("rules",))
+            raise
 
     def _converted_of(self, tensors: Iterable[Named]) -> Iterator[Named]:
         """Convert a bucket, and yield the (name, array) pairs that are ready, even those that ``since`` holds
@@ -578,6 +584,7 @@ class TensorConverter:
         if adapter:
             raise CheckpointError(f"{shown(name)}: {adapter}")
 
+    @explains_calls
     def flush(self) -> Iterator[Named]:
         """End the conversion after the last bucket.
 

@@ -327,7 +327,7 @@ def check_finite(job: Job, found: Measured) -> None:
     if found.nonfinite and job.nonfinite == "error":
         raise CheckpointError(
             f"{shown(job.name)}: {found.nonfinite} of {prod(job.shape)} values are NaN or infinite; repair the source,"
-            " or use --nonfinite keep or saturate"
+            " or use --nonfinite keep or --nonfinite saturate"
         )
 
 

@@ -29,7 +29,7 @@ from fp4kit.recipes import RECIPES, Recipe
 from fp4kit.recipes import recipe as recipe_called
 from fp4kit.recipes.table import ALL_RECIPES, from_record
 from fp4kit.reference.tensor_rules import divisor_dtype
-from fp4kit.storage.files import CheckpointError, listed, names_path, read_header, shown
+from fp4kit.storage.files import CheckpointError, MissingError, listed, names_path, read_header, shown
 from fp4kit.storage.gguf_file import first_parts_of, is_gguf, read_gguf_model
 
 
@@ -90,7 +90,7 @@ def _inspected(place: Path) -> Checkpoint:
         return Checkpoint(place, config, beside, *parts)
     if not os.path.lexists(place) and not first_parts_of(place):
         what = "a model directory, a .safetensors or a GGUF file is needed"
-        raise CheckpointError(f"{place}: does not exist; {what}{model_files.hint_on_path(place)}")
+        raise MissingError(f"{place}: does not exist; {what}{model_files.hint_on_path(place)}")
     if is_graph(place):
         return Checkpoint(place, {}, None, read_graph(place))
     try:

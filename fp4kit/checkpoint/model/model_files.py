@@ -25,6 +25,7 @@ from fp4kit.contract.schema import FILE as CONTRACT
 from fp4kit.lazy import lazy_property
 from fp4kit.storage.files import (
     CheckpointError,
+    MissingError,
     SafetensorsFile,
     counted,
     listed,
@@ -370,7 +371,7 @@ def _open_file(path: Path) -> Source:
     if resolved(path).exists():
         raise CheckpointError(f"{path}: is a file; a Hugging Face model directory is needed{hint_on_path(path)}")
     needed = "a Hugging Face model directory, a .safetensors or a GGUF file is needed"
-    raise CheckpointError(f"{path}: does not exist; {needed}{hint_on_path(path)}")
+    raise MissingError(f"{path}: does not exist; {needed}{hint_on_path(path)}")
 
 
 def _is_part_of_model(path: Path) -> bool:

@@ -29,6 +29,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from fp4kit.arguments import explains_calls
 from fp4kit.checkpoint.convert.job import ChannelWeights
 from fp4kit.checkpoint.executors import run_all
 from fp4kit.checkpoint.loaders.exclusions import container_of
@@ -305,6 +306,7 @@ class Assignment:
                 yield from ((f"{glob.escape(str(holder))}.*", option.name) for holder in sorted(map(str, holders)))
 
 
+@explains_calls
 def assign_recipes(
     source: str | Path,
     bits: float,
@@ -331,7 +333,7 @@ def assign_recipes(
             the value of the context manager is callable, it is called after each read with the number of bytes read.
 
     Returns:
-        An Assignment. Pass its ``default`` to make_plan as ``recipe_id``, and its ``recipes`` as ``recipes``. Add its
+        An Assignment. Pass its ``default`` to make_plan as ``recipe``, and its ``recipes`` as ``recipes``. Add its
         ``kept`` to the ``keep`` of the Wishes.
 
     Raises:

@@ -36,7 +36,8 @@ from fp4kit.checkpoint.plan.source_layers import all_doubts, cache_troubles, mis
 from fp4kit.checkpoint.selection import presets
 from fp4kit.checkpoint.selection.names import check_wrappers, partly_converted
 from fp4kit.checkpoint.selection.selection import UNSUPPORTED_STACK, no_multiple
-from fp4kit.recipes import RECIPES, Recipe, recipe
+from fp4kit.recipes import RECIPES, Recipe
+from fp4kit.recipes import recipe as recipe_called
 from fp4kit.recipes.table import from_record
 from fp4kit.storage.files import CheckpointError, listed, shown
 
@@ -264,7 +265,7 @@ def _several(layers: list[str]) -> str:
 
 
 @takes_options
-def make_plan(source: str | Path, recipe_id: str | Recipe | None = None, **options: Unpack[RequestOptions]) -> Plan:
+def make_plan(source: str | Path, recipe: str | Recipe | None = None, **options: Unpack[RequestOptions]) -> Plan:
     """Return the plan to convert a model. Nothing is written.
 
     In most cases, only headers and JSON files are read. Some arguments need more: column weights and importance
@@ -273,7 +274,7 @@ def make_plan(source: str | Path, recipe_id: str | Recipe | None = None, **optio
 
     Args:
         source: a model directory, a safetensors file, or a GGUF file. A GGUF file is converted to a GGUF file.
-        recipe_id: the recipe for newly quantized tensors, or its id. None follows the source: if it is quantized, the
+        recipe: the recipe for newly quantized tensors, or its id. None follows the source: if it is quantized, the
             recipe of its own container, with which its layers keep their codes; otherwise, or if ``format`` cannot
             store them, the first recipe that ``format`` can store, beginning with nvfp4-te. With ``search``, None is
             the recipe for searched scales.
@@ -291,7 +292,7 @@ def make_plan(source: str | Path, recipe_id: str | Recipe | None = None, **optio
         nonfinite: what to do with NaN and infinity: "error" raises CheckpointError during the conversion, "keep"
             follows the recipe, and "saturate" replaces infinity with the largest finite magnitude and NaN with 0.
         codes: the path of a quantized version of the model, whose codes are copied instead of quantizing the source's
-            own values. It must be a directory if the source is a GGUF file, and a GGUF file otherwise. ``recipe_id``
+            own values. It must be a directory if the source is a GGUF file, and a GGUF file otherwise. ``recipe``
             still determines the container to write. Layers that are unquantized in ``codes`` stay unquantized.
         search: how to search the scale with the smallest error for every block, for example ScaleSearch.of("mse",
             column_weights). Needs nvfp4-modelopt-static, nvfp4-modelopt-static-4over6, nvfp4-gguf or mxfp4-gguf, and
@@ -303,7 +304,7 @@ def make_plan(source: str | Path, recipe_id: str | Recipe | None = None, **optio
             know; those that match a glob are left out of the output instead. Every glob must match such an entry.
         split_max_size: write a GGUF model as several files, each with at most this many bytes of tensors, as
             llama-gguf-split does. None writes one file.
-        recipes: (pattern, recipe) pairs for layers that get a recipe other than ``recipe_id``, for example
+        recipes: (pattern, recipe) pairs for layers that get a recipe other than ``recipe``, for example
             [("*.down_proj", "nvfp4-te-2d")]. Patterns match whole module names of the source, as in Wishes.only. The
             first pattern that matches a layer decides. Every pattern must decide about a quantized layer.
         hadamard: the size of a Hadamard transform, 16 to 512, by which every layer W is rotated before it is quantized:
@@ -340,22 +341,22 @@ def make_plan(source: str | Path, recipe_id: str | Recipe | None = None, **optio
         ValueError: if no recipe has an id that is given.
         TypeError: if a recipe is neither an id nor a Recipe.
     """
-    if recipe_id is None and options.get("search") is not None:
-        recipe_id = SEARCH_RECIPE
-    request = Request.of(recipe(DEFAULTS[0] if recipe_id is None else recipe_id), options)
+    if recipe is None and options.get("search") is not None:
+        recipe = SEARCH_RECIPE
+    request = Request.of(recipe_called(DEFAULTS[0] if recipe is None else recipe), options)
     like, row = request.wishes.like, request.serving
-    if like and recipe_id is None and row is None and request.format != UNQUANTIZED:
+    if like and recipe is None and row is None and request.format != UNQUANTIZED:
         liked = presets.preset_of(like)
         if liked is not None:
-            recipe_id, why = liked.recipe, f"--like {like}, whose activations are {liked.activations}"
-            request = replace(request, recipe=recipe(recipe_id), chosen=why)
+            recipe, why = liked.recipe, f"--like {like}, whose activations are {liked.activations}"
+            request = replace(request, recipe=recipe_called(recipe), chosen=why)
     if row is not None:
         why = request.chosen or f"the weights of {row.engine} {row.scheme}"
-        if recipe_id is not None and request.recipe != row.weights:
+        if recipe is not None and request.recipe != row.weights:
             why = f"yours; {row.engine}'{'s' * (row.engine[-1] != 's')} own is {row.weights.id}"
-        recipe_id = row.weights if recipe_id is None else recipe_id
+        recipe = row.weights if recipe is None else recipe
         format = request.format if request.format == gguf_model.GGUF else row.format
-        request = replace(request, recipe=recipe(recipe_id), format=format, chosen=why)
+        request = replace(request, recipe=recipe_called(recipe), format=format, chosen=why)
     codes = options.get("codes")
     if codes is not None:
         _check_takes_codes(request)
@@ -381,7 +382,7 @@ def make_plan(source: str | Path, recipe_id: str | Recipe | None = None, **optio
     more = gguf_model.items_of(model, weights) if is_new_gguf else ()
     items = closed_world.check_model(model, weights, request.ignore, more)
     check_declared(model, weights)
-    given = recipe_id is not None
+    given = recipe is not None
     if codes is None:
         request = with_defaults(request, model.config, weights.values(), recorded_recipe(model), given)
         return _completed(Plan(model, request, weights, items))

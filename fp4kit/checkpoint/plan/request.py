@@ -12,7 +12,7 @@ from inspect import Parameter, Signature, signature
 from pathlib import Path
 from typing import Any, SupportsFloat, TypedDict, TypeVar
 
-from fp4kit.arguments import Flag, flag, no_argument, suggestion
+from fp4kit.arguments import Flag, explains_calls, flag, no_argument, suggestion
 from fp4kit.calibration import RULES, UNSEEN, Collector
 from fp4kit.call.parse import HADAMARD_SIZES
 from fp4kit.checkpoint.containers import table
@@ -669,4 +669,4 @@ def takes_options(function: F) -> F:
         return function(*args, **options)
 
     call.__signature__ = known  # type: ignore[attr-defined]
-    return call  # type: ignore[return-value]
+    return explains_calls(call)  # type: ignore[return-value]

@@ -10,6 +10,7 @@ from fnmatch import translate
 from functools import lru_cache
 from typing import NamedTuple
 
+from fp4kit.arguments import spelled
 from fp4kit.storage.files import CheckpointError
 
 _OPTIMIZER = "nvidia-modelopt 0.47.0 modelopt_recipes/"
@@ -207,14 +208,14 @@ def check_like(like: str) -> None:
     found = preset_of(like)
     if tool not in TOOLS:
         raise CheckpointError(
-            f"--like {like!r}: one of {', '.join(TOOLS)} is needed, or TOOL:PRESET; `fp4kit recipes"
+            f"{spelled('like')} {like!r}: one of {', '.join(TOOLS)} is needed, or TOOL:PRESET; `fp4kit recipes"
             " --presets` lists presets"
         )
     if found is None:
         known = ", ".join(one.name for one in PRESETS if one.tool == tool and one.recipe)
-        raise CheckpointError(f"--like {like!r}: {TOOLS[tool]} has no preset {name!r}; known are {known}")
+        raise CheckpointError(f"{spelled('like')} {like!r}: {TOOLS[tool]} has no preset {name!r}; known are {known}")
     if not found.recipe:
-        raise CheckpointError(f"--like {like!r}: convert cannot follow this preset: {found.activations}")
+        raise CheckpointError(f"{spelled('like')} {like!r}: convert cannot follow this preset: {found.activations}")
 
 
 def preset_of(like: str) -> Preset | None:

@@ -13,6 +13,7 @@ from fnmatch import fnmatchcase, translate
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
+from fp4kit.arguments import spelled
 from fp4kit.checkpoint.selection.names import ARCHITECTURE, Role, adapter_tensor, unquantized_reason
 from fp4kit.checkpoint.selection.names import ROLES as GGUF_ROLES
 from fp4kit.checkpoint.selection.names import STACKS as GGUF_STACKS
@@ -495,17 +496,20 @@ class Wishes:
 
     def __post_init__(self) -> None:
         if type(self.like) is not str:
-            raise CheckpointError(f"--like {self.like!r}: a str is needed, such as 'modelopt'")
+            raise CheckpointError(f"{spelled('like')} {self.like!r}: a str is needed, such as 'modelopt'")
         if self.like:
             check_like(self.like)
         if self.preset not in PRESETS:
             raise CheckpointError(f"preset {self.preset!r}: one of {', '.join(PRESETS)} is needed")
-        for option, count in (("--keep-first", self.keep_first), ("--keep-last", self.keep_last)):
+        for name in ("keep_first", "keep_last"):
+            count = getattr(self, name)
             if type(count) is not int or count < 0:
-                raise CheckpointError(f"{option} {count!r}: a whole number of layers, 0 or more, is needed")
-        for option, patterns in (("--keep", self.keep), ("--only", self.only), ("--include", self.include)):
-            if not isinstance(patterns, tuple):
-                raise CheckpointError(f"{option} {patterns!r}: a tuple of patterns is needed, such as ('*.experts.*',)")
+                raise CheckpointError(f"{spelled(name)} {count!r}: a whole number of layers, 0 or more, is needed")
+        for name in ("keep", "only", "include"):
+            patterns = getattr(self, name)
+            if not isinstance(patterns, (tuple, list)) or not all(isinstance(one, str) for one in patterns):
+                raise CheckpointError(f"{name} {patterns!r}: a tuple of patterns is needed, such as ('*.experts.*',)")
+            object.__setattr__(self, name, tuple(patterns))
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from fp4kit.arguments import explains_calls
 from fp4kit.arithmetic import ieee
 from fp4kit.checkpoint.containers.config_entries import REFUSED, Item
 from fp4kit.checkpoint.containers.table import CT_NVFP4, GGUF_NVFP4
@@ -121,6 +122,7 @@ class CheckpointComparison:
         return not self.tensors and not self.configs
 
 
+@explains_calls
 def compare_checkpoints(
     a: str | Path, b: str | Path, progress: Callable[[int], None] | None = None, ignore: Iterable[str] = ()
 ) -> CheckpointComparison:

@@ -264,10 +264,10 @@ def test_verify_reports_what_mlx_lm_cannot_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "options", "text"),
     [
-        ("qwen3", {"recipe_id": "nvfp4-te"}, "has a tensor scale, which linear layers of mlx-lm do not support"),
-        ("qwen3", {"recipe_id": "int8-modelopt"}, "recipe int8-modelopt: cannot be stored by mlx-lm; use one of "),
-        ("qwen3", {"recipe_id": "mxfp4-ocp", "input_scale": 1.0}, "input scale: mlx-lm reads no input scales"),
-        ("nemotron_h", {"recipe_id": "mxfp4-ocp"}, "'nemotron_h': not supported by --format mlx, because fp4kit does"),
+        ("qwen3", {"recipe": "nvfp4-te"}, "has a tensor scale, which linear layers of mlx-lm do not support"),
+        ("qwen3", {"recipe": "int8-modelopt"}, "recipe int8-modelopt: cannot be stored by mlx-lm; use one of "),
+        ("qwen3", {"recipe": "mxfp4-ocp", "input_scale": 1.0}, "input scale: mlx-lm reads no input scales"),
+        ("nemotron_h", {"recipe": "mxfp4-ocp"}, "'nemotron_h': not supported by --format mlx, because fp4kit does"),
     ],
 )
 def test_invalid_requests_are_rejected(kind: str, options: dict[str, Any], text: str, tmp_path: Path) -> None:

@@ -270,9 +270,9 @@ def test_amaxes_too_small_for_an_input_scale(amax: float, tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"recipe_id": "mxfp4-ocp"}, "activations: mxfp4-ocp has no input scale; leave them out, or use an NVFP4"),
-        ({"recipe_id": "mxfp8-te", "format": "comfy"}, "activations: mxfp8-te has no input scale; leave them out"),
-        ({"recipe_id": "mxfp4-ocp", "format": "mlx"}, "activations: mlx-lm reads no input scales; leave them out"),
+        ({"recipe": "mxfp4-ocp"}, "activations: mxfp4-ocp has no input scale; leave them out, or use an NVFP4"),
+        ({"recipe": "mxfp8-te", "format": "comfy"}, "activations: mxfp8-te has no input scale; leave them out"),
+        ({"recipe": "mxfp4-ocp", "format": "mlx"}, "activations: mlx-lm reads no input scales; leave them out"),
         ({"format": "bf16"}, "activations: unquantized layers have no input scale; leave them out"),
         ({"format": "bf16", "input_scale": 1.0, "activations": None}, "input scale: unquantized layers have no input"),
         ({"input_scale": 1.0}, "activations: are given with an input scale for all layers; use only one of them"),

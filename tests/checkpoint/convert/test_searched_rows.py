@@ -304,10 +304,10 @@ def test_identify_tries_no_other_orders_of_searched_layers(model, tmp_path: Path
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"recipe_id": "nvfp4-te"}, "scale search: nvfp4-te computes its block scales from x, and takes no"),
-        ({"recipe_id": "mxfp4-ocp"}, "scale search: mxfp4-ocp cannot be searched, because its scale is E8M0"),
+        ({"recipe": "nvfp4-te"}, "scale search: nvfp4-te computes its block scales from x, and takes no"),
+        ({"recipe": "mxfp4-ocp"}, "scale search: mxfp4-ocp cannot be searched, because its scale is E8M0"),
         (
-            {"recipe_id": "nvfp4-modelopt-mse"},
+            {"recipe": "nvfp4-modelopt-mse"},
             f"nvfp4-modelopt-mse already searches its scales; leave the scale search out, or use {RECIPE}",
         ),
         ({"format": "bf16"}, "scale search: not supported for bf16; use --format modelopt or compressed-tensors"),
@@ -316,7 +316,7 @@ def test_identify_tries_no_other_orders_of_searched_layers(model, tmp_path: Path
 )
 def test_refused_requests(model, options: dict[str, str], message: str) -> None:
     with refused(message):
-        make_plan(model[0], **{"recipe_id": RECIPE, **options}, search=ScaleSearch())
+        make_plan(model[0], **{"recipe": RECIPE, **options}, search=ScaleSearch())
 
 
 def test_nothing_to_search(model, tmp_path: Path) -> None:

@@ -382,7 +382,7 @@ ENGINES: list[tuple[dict[str, Any], str]] = [
     ({"engine": "transformers", "scheme": "nvfp4-w4a4"}, "reads stored input scales; add --activations FILE, or"),
     ({"engine": "transformers", "scheme": "mxfp4-w4a4", "input_scale": 1.0}, "stores no input scales; leave"),
     ({"engine": "llama.cpp", "scheme": "mxfp4-w4a8"}, "loads gguf MXFP4, and DST would be"),
-    ({"engine": "vLLM", "scheme": "mxfp8-w8a8", "recipe_id": "nvfp4-te"}, "DST would be compressed-tensors nvfp4-pack"),
+    ({"engine": "vLLM", "scheme": "mxfp8-w8a8", "recipe": "nvfp4-te"}, "DST would be compressed-tensors nvfp4-pack"),
 ]
 
 
