@@ -195,8 +195,10 @@ def _faults(
     model: model_files.Source, repaired: Mapping[str, _Repaired], repairs: Iterable[Repair], readers: Readers
 ) -> Iterator[str]:
     """Yield the faults of the source that a repair would hide, or spread to the other parts of a fused layer."""
-    for line in model_files.differences(model.root) or ():
-        yield f"{model.root}: {line}, and the manifest of a repaired model would hide this; take the model again"
+    for name, text, severity in model_files.differences(model.root) or ():
+        if severity == "error":
+            why = f"{text}, and the manifest of a repaired model would hide this"
+            yield f"{model.root}: {name}: {why}; take the model again"
     weights = [*model.weights.values()]
     for doubt in doubts_of(sampled_magnitudes(weights), reference_of(weights)):
         if doubt.severity == "error":

@@ -15,7 +15,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, Literal, NamedTuple, NoReturn
 
 from fp4kit.checkpoint.executors import run_all
 from fp4kit.checkpoint.model.graph_files import is_graph, read_graph
@@ -472,7 +472,15 @@ def load_manifest(folder: Path) -> dict[str, Any] | None:
     return found
 
 
-def differences(folder: Path, executor: Executor | None = None) -> list[str] | None:
+class FileDifference(NamedTuple):
+    """A file of a converted model that differs from the manifest. severity: "warning" if no loader reads the file."""
+
+    name: str
+    text: str
+    severity: Literal["error", "warning"] = "error"
+
+
+def differences(folder: Path, executor: Executor | None = None) -> list[FileDifference] | None:
     """Compare the files of a converted model with its manifest, to find missing, changed and additional files."""
     # A file whose size differs from the manifest is reported without being hashed, because a damaged sparse file may
     # appear to hold terabytes.
@@ -482,13 +490,21 @@ def differences(folder: Path, executor: Executor | None = None) -> list[str] | N
     present, files = set(names_in(folder)), found["files"]
     sizes = {name: text for name in files if name in present and (text := _other_size(folder / name, files[name]))}
     names = {folder / name: name for name in files if name in present and name not in sizes}
-    wrong = [f"{shown(name)}: {text}" for name, text in sizes.items()]
+    wrong = [FileDifference(shown(name), text) for name, text in sizes.items()]
     for one in run_all(executor, deque((digest_of, (path,)) for path in names)):
         if one.sha256 != files[names[one.path]]["sha256"]:
-            wrong.append(f"{shown(names[one.path])}: its content differs from what the conversion wrote")
-    wrong += [f"{shown(name)}: is missing" for name in files if name not in present]
-    strange = [f"{shown(name)}: was not written by the conversion" for name in present - set(files)]
-    return [*sorted(wrong), *sorted(strange)]
+            wrong.append(FileDifference(shown(names[one.path]), "its content differs from what the conversion wrote"))
+    wrong += [FileDifference(shown(name), "is missing") for name in files if name not in present]
+    return [*sorted(wrong), *map(_added, sorted(present - set(files)))]
+
+
+def _added(name: str) -> FileDifference:
+    """Return the difference for a file that the manifest does not list: an error if it may hold weights or code."""
+    base = name.rpartition("/")[2]
+    is_read = base.endswith((*WEIGHT_SUFFIXES, ".index.json", ".py")) or base.startswith(("adapter_", DESCRIPTION))
+    if is_read or name in (*WRITTEN_AT_ROOT, *_DECLARATIONS):
+        return FileDifference(shown(name), "was not written by the conversion")
+    return FileDifference(shown(name), "was added after the conversion, and the manifest does not cover it", "warning")
 
 
 def _other_size(path: Path, facts: Mapping[str, Any]) -> str | None:

@@ -387,6 +387,12 @@ def missing_layers(names: Iterable[str], config: Mapping[str, Any]) -> Iterator[
         first, end = (min(layers) if declared is None or len(layers) == 1 else 0), max(layers) + 1
         if declared is not None and stack == longest and _MAIN.fullmatch(stack) and len(layers) > 1:
             end = max(end, declared)
+            inside = set[str]().union(*(modules for number, modules in layers.items() if number < declared))
+            # Modules of multi-token prediction have parts of their own, such as eh_proj.
+            beyond = [str(number) for number in sorted(layers) if number >= declared and layers[number] <= inside]
+            if beyond:
+                text = f"{counted(len(beyond), 'layer')} beyond the {declared} that config.json declares"
+                yield "error", stack, f"{text}: {listed(beyond)}; engines fail, or leave them out"
         absent = [str(number) for number in range(first, end) if number not in layers]
         if absent:
             yield "error", stack, f"{counted(len(absent), 'layer')} of {end} missing: {listed(absent)}; {INCOMPLETE}"

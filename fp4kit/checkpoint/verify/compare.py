@@ -284,10 +284,10 @@ class ConfigDifference:
     def detail(self) -> str:
         """A short text that says what differs."""
         if self.kind != "value":
-            return _brief(self.a if self.kind == "missing" else self.b)
+            return brief(self.a if self.kind == "missing" else self.b)
         if isinstance(self.a, list) and isinstance(self.b, list):
             return _entries(self.a, self.b)
-        return f"{_brief(self.a)} and {_brief(self.b)}"
+        return f"{brief(self.a)} and {brief(self.b)}"
 
 
 def compare_configs(left: Checkpoint, right: Checkpoint) -> tuple[ConfigDifference, ...]:
@@ -308,7 +308,7 @@ def _differences(left: Checkpoint, right: Checkpoint) -> Iterator[ConfigDifferen
         (HF_QUANT_CONFIG, left.hf_quant_config, right.hf_quant_config),
     ):
         if a is not None and b is not None:
-            yield from _of_objects(place, "", a, b)
+            yield from differences_of(place, "", a, b)
         elif a is not None or b is not None:
             yield ConfigDifference(place, "", "extra" if a is None else "missing", a, b)
     yield from _of_metadata(left, right)
@@ -318,11 +318,11 @@ def _of_metadata(left: Checkpoint, right: Checkpoint) -> Iterator[ConfigDifferen
     """Yield the differences of the metadata in file headers."""
     one, other = ({file.name: file.metadata for file in checkpoint.files} for checkpoint in (left, right))
     if one.keys() != other.keys():
-        yield from _of_objects(METADATA, "", _merged(left), _merged(right))
+        yield from differences_of(METADATA, "", _merged(left), _merged(right))
         return
     places: dict[ConfigDifference, list[str]] = {}
     for name in sorted(one):
-        for difference in _of_objects(METADATA, "", one[name], other[name]):
+        for difference in differences_of(METADATA, "", one[name], other[name]):
             places.setdefault(difference, []).append(name)
     for difference, names in places.items():
         yield replace(difference, place=f"{METADATA} of {listed(names, limit=1)}")
@@ -341,7 +341,7 @@ def _merged(checkpoint: Checkpoint) -> dict[str, Any]:
     return {key: values.pop() if len(values) == 1 else sorted(values) for key, values in found.items()}
 
 
-def _of_objects(place: str, prefix: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[ConfigDifference]:
+def differences_of(place: str, prefix: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[ConfigDifference]:
     """Yield the differences of two JSON objects, in the order of their keys."""
     for name in sorted({*a, *b}):
         key = f"{prefix}{name}"
@@ -350,7 +350,7 @@ def _of_objects(place: str, prefix: str, a: Mapping[str, Any], b: Mapping[str, A
         elif name not in a:
             yield ConfigDifference(place, key, "extra", b=b[name])
         elif isinstance(a[name], dict) and isinstance(b[name], dict):
-            yield from _of_objects(place, f"{key}.", a[name], b[name])
+            yield from differences_of(place, f"{key}.", a[name], b[name])
         elif _text(a[name]) != _text(b[name]):
             yield ConfigDifference(place, key, "value", a[name], b[name])
 
@@ -360,7 +360,7 @@ def _text(value: Any) -> str:
     return json.dumps(value, sort_keys=True)
 
 
-def _brief(value: Any) -> str:
+def brief(value: Any) -> str:
     """Return a value as JSON text, or "N entries" for an object or list whose JSON text is over 40 characters long."""
     # Strings and numbers are never shortened.
     if isinstance(value, (dict, list)) and len(_text(value)) > 40:

@@ -5,6 +5,7 @@ by byte. SQNR is the signal-to-noise ratio of the quantized values in decibels.
 
 from __future__ import annotations
 
+import re
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -23,7 +24,16 @@ from fp4kit.checkpoint.loaders.requirements import REPAIRABLE, Sharding, obstacl
 from fp4kit.checkpoint.model.closed_world import ATTENTION, LEFT_OUT, REFUSED, check_model, is_attention_scale, split
 from fp4kit.checkpoint.model.doubts import CERTAIN, OTHER_ORDER, SWAPPED_NIBBLES, swapped_layers
 from fp4kit.checkpoint.model.inspect import Checkpoint
-from fp4kit.checkpoint.model.model_files import MANIFEST, Source, differences, load_manifest, open_original
+from fp4kit.checkpoint.model.model_files import (
+    CONFIG,
+    MANIFEST,
+    FileDifference,
+    Source,
+    differences,
+    is_gguf_config,
+    load_manifest,
+    open_original,
+)
 from fp4kit.checkpoint.model.slabs import Readers, tensor_scale_of
 from fp4kit.checkpoint.model.statistics import StoredCounts, doubts_of, magnitude_of, reference_of, total
 from fp4kit.checkpoint.model.transforms import decodable, undo
@@ -34,6 +44,7 @@ from fp4kit.checkpoint.plan.scale_search import RECORDED, Activations, ScaleSear
 from fp4kit.checkpoint.plan.source_layers import expert_stacks, is_split, split_layers
 from fp4kit.checkpoint.selection.names import PATTERNS, RECIPE, first_match
 from fp4kit.checkpoint.verify import reencode
+from fp4kit.checkpoint.verify.compare import brief, differences_of
 from fp4kit.checkpoint.verify.reencode import Check, Difference, ReencodedLayer, Settings, Smoothing
 from fp4kit.cpu.library import num_threads
 from fp4kit.lazy import lazy_property
@@ -333,6 +344,7 @@ def prepare(
     if isinstance(facts, dict):
         changed = sorted(name for name in {*facts, *now} if facts.get(name) != now.get(name))
         issues += [Issue("warning", name, _OTHER_SOURCE) for name in changed]
+    issues += _unlike_source(model.config or {}, original.config)
     checks, copies, more = _compared_with_source(model, original, settings, turned.rotations)
     _check_patterns(checks, [pattern for pattern, _ in given])
     forms = dict.fromkeys(check.stored.container for check in checks if check.stored.container is not None)
@@ -341,6 +353,38 @@ def prepare(
         raise CheckpointError(f"--recipe: {wrong}, so no byte could be compared; give the right recipe, or none")
     found = (*issues, *more)
     return Verification(model.root, original.root, settings, checks, copies, found, parallel, None, inputs, unread)
+
+
+# Keys of config.json that tools write anew, or that change no result of the model.
+_OWN_KEYS = re.compile(
+    r"(.*\.)?(quantization(_config)?|compression_config|expert_dtype|transformers(_|\.js_)\w+|(torch_)?dtype|auto_map"
+    r"|_\w+|architectures|use_cache|return_dict|output_\w+|initializer_\w+|\w*dropout\w*|pretraining_tp|\w+_loss\w*)(\..*)?"
+)
+
+
+def _unlike_source(config: Mapping[str, Any], source: Mapping[str, Any]) -> Iterator[Issue]:
+    """Yield what config.json says otherwise than the source's: an error per value, a warning about other keys."""
+    if is_gguf_config(config) or is_gguf_config(source) or not config or not source:
+        return
+    lacks, adds = list[str](), list[str]()
+    for one in differences_of(CONFIG, "", source, config):
+        leaf = one.key.rpartition(".")[2]
+        if _OWN_KEYS.fullmatch(one.key) or one.a == one.b or (not one.a and not one.b):
+            continue
+        if one.kind == "value":
+            severity = "warning" if leaf.endswith("token_id") else "error"
+            yield Issue(severity, CONFIG, f"{one.key} is {brief(one.b)}; the source has {brief(one.a)}")
+        elif not _names(config if one.kind == "missing" else source, leaf):  # newer versions nest keys
+            (lacks if one.kind == "missing" else adds).append(one.key)
+    if lacks:
+        yield Issue("warning", CONFIG, f"lacks {listed(lacks)}, which the source has; engines use their defaults")
+    if adds:
+        yield Issue("warning", CONFIG, f"has {listed(adds)}, which the source lacks")
+
+
+def _names(config: Mapping[str, Any], key: str) -> bool:
+    """Return whether a config or one of its sections has a key."""
+    return key in config or any(_names(part, key) for part in config.values() if isinstance(part, dict))
 
 
 _OTHER_SOURCE = "is not the source file that was converted: its size or header differs"
@@ -579,9 +623,11 @@ def execute(prepared: Verification, options: Options | None = None) -> VerifyRep
     with Readers() as readers:
         layers = _layers(prepared.checks, found, readers)
         issues = [
-            *_issues_of_files(prepared.root, file_differences or ()),
+            *(Issue(one.severity, one.name, one.text) for one in file_differences or ()),
+            *_leftovers(prepared.root),
             *prepared.issues,
             *copies_with_nan,
+            *_quantized_source(prepared.checks, layers),
             *_issues_of_layers(prepared, found, layers, smoothing, readers),
             *[Issue("error", "model", _NO_LAYERS)] * (not layers and file_differences is None),
         ]
@@ -599,7 +645,7 @@ def execute(prepared: Verification, options: Options | None = None) -> VerifyRep
         recipes,
         settings.search.words if settings.search else "",
         tuple(dict.fromkeys(layer.format for layer in layers)),
-        "none" if file_differences is None else "differs" if file_differences else "equal",
+        "none" if file_differences is None else "differs" if any(map(_is_error, file_differences)) else "equal",
         layers,
         len(prepared.copies),
         tuple(sorted(changed)),
@@ -615,13 +661,23 @@ def _copy_differs(stored: Located, source: Located) -> tuple[Located, int, int]:
     return stored, *reencode.differing_bytes(stored, source)
 
 
-def _issues_of_files(root: Path, file_differences: Iterable[str]) -> Iterator[Issue]:
-    """Yield an error for each file that differs from the manifest, and for each file that a killed run left."""
-    for line in file_differences:
-        name, _, text = line.rpartition(": ")
-        yield Issue("error", name, text)
+def _is_error(one: FileDifference | Issue) -> bool:
+    return one.severity == "error"
+
+
+def _leftovers(root: Path) -> Iterator[Issue]:
+    """Yield an error for each file that a killed run left."""
     for place in dict.fromkeys((root, whole_path(root))):
         yield from (Issue("error", path.name, _LEFTOVER_TEXT) for path in leftovers_of(place))
+
+
+def _quantized_source(checks: Iterable[Check], layers: Sequence[LayerReport]) -> Iterator[Issue]:
+    """Yield a warning if most layers differ from a source that is quantized itself."""
+    forms = [one.origin.weight.container for one in checks if one.origin is not None]
+    form = next((form for form in forms if form is not None), None)
+    if form is not None and 2 * sum(layer.differing > 0 for layer in layers) > len(layers):
+        why = f"the source is quantized itself ({form}), and most layers differ from it"
+        yield Issue("warning", "model", f"{why}; give the model from which this checkpoint was made")
 
 
 def _issues_of_layers(

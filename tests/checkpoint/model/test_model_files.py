@@ -479,18 +479,33 @@ def test_manifest_names_every_file(converted: Path) -> None:
     assert found["request"]["recipe"] == "nvfp4-te"
 
 
+def lines(folder: Path) -> list[str]:
+    """Return the differences from the manifest as lines."""
+    found = differences(folder)
+    assert found is not None
+    return [f"{one.name}: {one.text}" for one in found]
+
+
 def test_manifest_shows_every_change(converted: Path) -> None:
-    assert differences(converted) == []
+    assert lines(converted) == []
     for name in names_in(converted):
         kept = (converted / name).read_bytes()
         for position in {0, len(kept) // 2, len(kept) - 1}:
             (converted / name).write_bytes(kept[:position] + bytes([kept[position] ^ 1]) + kept[position + 1 :])
-            assert differences(converted) == [f"{name}: its content differs from what the conversion wrote"]
+            assert lines(converted) == [f"{name}: its content differs from what the conversion wrote"]
         (converted / name).write_bytes(kept)
-    (converted / "more.txt").touch()
+    added = ["CHAT.jinja", "README.md", "more.safetensors", "more.txt", "modeling.py", "quant_config.json"]
+    for name in added:
+        (converted / name).touch()
     (converted / "1_Pooling" / "config.json").unlink()
     gone = "1_Pooling/config.json: is missing"
-    assert differences(converted) == [gone, "more.txt: was not written by the conversion"]
+    covered, strange = "was added after the conversion, and the manifest does not cover it", "was not written by the"
+    assert lines(converted)[0] == gone
+    found = {one.name: (one.severity, one.text) for one in (differences(converted) or ())[1:]}
+    assert [*found] == sorted(added)
+    for name in added:
+        harmless = name in ("CHAT.jinja", "README.md", "more.txt")
+        assert found[name] == (("warning", covered) if harmless else ("error", f"{strange} conversion"))
 
 
 def test_files_of_another_size_are_not_hashed(converted: Path) -> None:
@@ -504,9 +519,9 @@ def test_files_of_another_size_are_not_hashed(converted: Path) -> None:
             for changed in (1 << 40, size - 1):
                 os.truncate(converted / name, changed)
                 patch.setattr("fp4kit.checkpoint.model.model_files.names_in", lambda folder, name=name: [name])
-                found = differences(converted)
+                found = lines(converted)
                 said = f"{name}: has {changed} bytes, but the conversion wrote {size} bytes"
-                assert found is not None and [line for line in found if "missing" not in line] == [said]
+                assert [line for line in found if "missing" not in line] == [said]
                 os.truncate(converted / name, size)
 
 
@@ -529,9 +544,7 @@ def test_manifest_reads_nothing_outside(converted: Path) -> None:
     (converted / MANIFEST).write_text(json.dumps(text))
     (converted / "link").symlink_to(secret)
     os.mkfifo(converted / "pipe")
-    found = differences(converted)
-    assert found is not None
-    assert {line for line in found if "missing" in line} == {
+    assert {line for line in lines(converted) if "missing" in line} == {
         f"{name}: is missing" for name in ("../secret", str(secret), "link", "pipe", "\\x1b[31m")
     }
 

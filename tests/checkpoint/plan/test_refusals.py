@@ -278,6 +278,7 @@ def test_layers_that_are_missing_are_named() -> None:
     assert _incomplete("none") == []
     assert _incomplete(r"layers\.5\.") == _incomplete("none", 10) == [("error", stack)]
     assert _incomplete(r"layers\.(0|11)\.") == [("error", stack)]
+    assert _incomplete("none", num_hidden_layers=7) == _incomplete("none", 13) == [("error", stack)]
     assert _incomplete(r"5\.mlp\.down") == [("error", f"{stack}.5.mlp.down_proj")]
     assert _incomplete(r"5\.input_layernorm") == [("warning", f"{stack}.5.input_layernorm")]
     assert _incomplete("model.norm") == _incomplete("embed") == [("warning", "model")]
@@ -291,7 +292,7 @@ def test_layers_that_differ_by_design_are_not_missing() -> None:
     experts = tuple(f"model.layers.{i}.mlp.experts.{e}.up_proj.weight" for i in range(1, 12) for e in range(2))
     assert _incomplete(r"layers\.[1-9]\d*\.mlp", more=experts) == []
     assert _incomplete("none", more=("model.layers.12.eh_proj.weight", "model.layers.12.mlp.up_proj.weight")) == []
-    assert _incomplete(r"layers\.0\.input_layernorm") == _incomplete("none", num_hidden_layers=7) == []
+    assert _incomplete(r"layers\.0\.input_layernorm") == []
     looped = [f"model.L_module.layers.{i}.mlp.{leaf}_proj.weight" for i in range(3) for leaf in ("up", "gate", "down")]
     assert not [*missing_layers(looped, {"num_hidden_layers": 48})]
     part = [f"layers.{i}.mlp.{leaf}_proj.weight" for i in (8, 9) for leaf in ("up", "gate", "down")]

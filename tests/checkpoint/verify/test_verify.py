@@ -290,7 +290,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "negative scale": (flipped("weight_scale", 3, lambda b: b | 0x80), Q, "block scales that are negative"),
     "tensor scale": (flipped("weight_scale_2", 2), Q, "bytes of tensor scales, input scales or"),
     "copied": (lambda m: poke(m, NORM, 0, lambda b: b ^ 1), NORM, "a copied tensor that differ from the source: 1"),
-    "file": (lambda m: (m / "extra.txt").write_text("x"), "extra.txt", "was not written by the conversion"),
+    "file": (lambda m: (m / "extra.py").write_text("x"), "extra.py", "was not written by the conversion"),
     "lost file": (lambda m: (m / "tokenizer_config.json").unlink(), "tokenizer_config.json", "is missing"),
     "list": (lambda m: exclude(m, Q), "model.layers.0.self_attn.qkv_proj", "exclude all or none"),
     "list of junk": (lambda m: declare(m, ignore=[7]), "config.json", "a list of names is needed"),
@@ -309,6 +309,60 @@ def test_faults_are_found(tmp_path: Path, fault: str) -> None:
     found = [issue for issue in errors(report) if issue.subject == subject and text in issue.sentence]
     assert found, grouped(report.issues)
     assert not report.clean and main(["verify", str(model), "--source", str(source), "--quiet"]) == 1
+
+
+SAID = [
+    ({"num_hidden_layers": 7}, "error", "num_hidden_layers is 7; the source has "),
+    ({"rms_norm_eps": 1e-3}, "error", "rms_norm_eps is 0.001; the source has 1e-06"),
+    ({"hidden_act": "gelu"}, "error", 'hidden_act is "gelu"; the source has "silu"'),
+    ({"tie_word_embeddings": True}, "error", "tie_word_embeddings is true; the source has false"),
+    (
+        {"rope_parameters": {"rope_theta": 1e4}},
+        "error",
+        "rope_parameters.rope_theta is 10000.0; the source has 500000.0",
+    ),
+    ({"layer_types": ["full"]}, "error", 'layer_types is ["full"]; the source has ["sliding"]'),
+    ({"eos_token_id": 3}, "warning", "eos_token_id is 3; the source has 2"),
+    ({"rms_norm_eps": None}, "error", "rms_norm_eps is null; the source has 1e-06"),
+    ({"rope_scaling": {"factor": 8.0}}, "warning", "has rope_scaling, which the source lacks"),
+    ({"rms_norm_eps": ...}, "warning", "lacks rms_norm_eps, which the source has; engines use their defaults"),
+    ({"use_cache": False, "dtype": "float16", "transformers_version": "9"}, "", ""),
+    ({"rope_theta": 500000.0, "mlp_bias": False, "rope_scaling": None}, "", ""),
+]
+
+
+def change_keys(config: dict[str, Any], changes: dict[str, Any]) -> None:
+    """Set the keys of a config to the values in changes. Remove those whose value is ... ."""
+    config.update(changes)
+    for key in [key for key, value in changes.items() if value is ...]:
+        del config[key]
+
+
+@pytest.mark.parametrize(("changes", "severity", "text"), SAID)
+def test_configs_that_differ_from_that_of_the_source(
+    tmp_path: Path, changes: dict[str, Any], severity: str, text: str
+) -> None:
+    more = {"rms_norm_eps": 1e-6, "hidden_act": "silu", "tie_word_embeddings": False, "use_cache": True}
+    more |= {"rope_parameters": {"rope_theta": 5e5}, "layer_types": ["sliding"], "eos_token_id": 2}
+    synthetic.MODELS["dense"](tmp_path / "m")
+    edit(tmp_path / "m" / "config.json", lambda config: config.update(more))
+    convert(tmp_path / "m", tmp_path / "out", "nvfp4-te")
+    assert not [one for one in verify(tmp_path / "out", tmp_path / "m").issues if one.subject == "config.json"]
+    (tmp_path / "out" / MANIFEST).unlink()
+    edit(tmp_path / "out" / "config.json", lambda config: change_keys(config, changes))
+    found = verify(tmp_path / "out", tmp_path / "m").issues
+    assert [(one.severity, one.text.startswith(text)) for one in found if one.subject == "config.json"] == (
+        [(severity, True)] if severity else []
+    )
+
+
+def test_a_source_that_is_quantized_itself(tmp_path: Path) -> None:
+    model, source = made(tmp_path)
+    other = convert(source, tmp_path / "mx", "mxfp4-ocp", format="compressed-tensors").destination
+    text = "the source is quantized itself (compressed-tensors mxfp4-pack-quantized), and most layers differ from it"
+    assert any(one.text.startswith(text) for one in verify(model, other).issues)
+    again = convert(other, tmp_path / "again", "nvfp4-te", requantize=True).destination
+    assert not any("quantized itself" in one.text for one in verify(again, other).issues)
 
 
 def test_tensor_scales_that_disagree_name_the_loader_and_what_it_does(tmp_path: Path) -> None:
