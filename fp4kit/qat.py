@@ -23,7 +23,9 @@ from fp4kit.checkpoint.plan.request import Request
 from fp4kit.checkpoint.selection import selection
 from fp4kit.checkpoint.selection.names import adapter_tensor, partly_converted, shared_amax_groups, unwrapped
 from fp4kit.contract.engine_table import TORCH
-from fp4kit.contract.engines import Serving, serving_of
+from fp4kit.contract.engines import FUSED, Serving, serving_of
+from fp4kit.contract.schema import SETTINGS, Contract
+from fp4kit.contract.sides import NO_CONTRACT
 from fp4kit.recipes import Recipe, name_for_inputs, recipe_of, rules
 from fp4kit.recipes.schema import as_stored, decoding
 from fp4kit.storage.files import CheckpointError, listed, similar_glob
@@ -163,6 +165,7 @@ class QatPlan:
         warns_of_float32: True if values of float32 parameters are trained, which loaders round to 16 bits.
         of_stacks: the recipe of stacks of experts, if an engine decodes them by another rule; otherwise None.
         serving: the record of the engine that will serve the model; None if the user names no engine.
+        contract: the settings of the weights, for fp4kit.parity.
     """
 
     recipe: Recipe
@@ -174,6 +177,7 @@ class QatPlan:
     warns_of_float32: bool = False
     of_stacks: Recipe | None = None
     serving: Serving | None = field(default=None, repr=False)
+    contract: Contract = field(default=NO_CONTRACT, repr=False)
 
     @property
     def selected(self) -> list[TrainedWeight]:
@@ -243,7 +247,22 @@ def make_plan(choice: QatChoice, weights: Sequence[TrainedWeight]) -> QatPlan:
         of_stacks = as_stored(choice.serving.weights, form.divides)
     if choice.serving is not None and choice.serving.quantizes_within:
         warn(f"{choice.op}: {_not_emulated(choice.serving)}")
-    return QatPlan(stored, format, tuple(rows), shares, note, choice.served_dtype, rounded, of_stacks, choice.serving)
+    contract = _contract(choice, form, shares)
+    return QatPlan(
+        stored, format, tuple(rows), shares, note, choice.served_dtype, rounded, of_stacks, choice.serving, contract
+    )
+
+
+def _contract(choice: QatChoice, form: Container | None, shares: bool) -> Contract:
+    """Return the settings of a model with fake-quantized weights. Its trainer multiplies by no unit of an engine."""
+    if choice.serving is not None:
+        found = choice.serving.contract
+        return found if found.unit is None else replace(found, unit=None, unknown=(*found.unknown, "unit"))
+    named = {"served_dtype": choice.served_dtype, "container": str(form) if choice.format and form else None}
+    stated: dict[str, Any] = {name: value for name, value in named.items() if value}
+    of_weights = ("weights", "patterns", "shared_amax", "hadamard", "hadamard_signs", "scale_search", *stated)
+    unknown = tuple(name for name in SETTINGS if name not in of_weights)
+    return Contract(choice.recipe, shared_amax=FUSED if shares else (), unknown=unknown, **stated)
 
 
 def _form_for(choice: QatChoice) -> tuple[Container | None, str]:

@@ -26,7 +26,7 @@ from fp4kit.ops.explain import Explanation, explain
 from fp4kit.ops.matmul import matmul
 from fp4kit.ops.quantize import dequantize, quantize
 from fp4kit.quantized.container import Quantized
-from fp4kit.recipes import Recipe
+from fp4kit.recipes import ALL_RECIPES, Recipe
 from fp4kit.storage.files import counted
 from fp4kit.units import ENGINE_ORDERS
 
@@ -432,6 +432,12 @@ def _step_by_parts(found: LayerParity, a: Matrix, b: Matrix) -> StepName:
     return "block scale" if found.scales[0] else "code" if found.codes[0] else "decode"
 
 
+def _title(r: Recipe) -> str:
+    """Return the title of a recipe without its rule of decoding, which is that of a container's loaders."""
+    listed = ALL_RECIPES.get(r.id, r)
+    return replace(r, decode_rule=listed.decode_rule, fake_rule=listed.fake_rule).title
+
+
 def _settings(
     labels: tuple[str, str], sides: tuple[Arithmetic, Arithmetic], containers: tuple[str | None, str | None]
 ) -> Iterator[str]:
@@ -439,7 +445,7 @@ def _settings(
     a, b = sides
     if a.recipe != b.recipe:
         what = ", ".join(recipe_difference(a.recipe, b.recipe))
-        setting, values = "recipe", (a.recipe.title, b.recipe.title)
+        setting, values = "recipe", (_title(a.recipe), _title(b.recipe))
         if a.recipe.id == b.recipe.id and containers[0] != containers[1] and only_decoding(a.recipe, b.recipe):
             setting, values = "container", (containers[0] or "none", containers[1] or "none")
         both = f"{values[0]} in {labels[0]} and {values[1]} in {labels[1]}"

@@ -24,8 +24,8 @@ from fp4kit.checkpoint.loaders.exclusions import SGLANG_FUSED, VLLM_FUSED
 from fp4kit.checkpoint.model.transforms import canonical
 from fp4kit.checkpoint.selection.names import FUSIONS, join_module, split_module
 from fp4kit.contract.engines import Serving, serving, servings
-from fp4kit.contract.schema import SETTINGS, Contract
-from fp4kit.contract.sides import InputScale, RowReader, StepName, same
+from fp4kit.contract.schema import Contract
+from fp4kit.contract.sides import NO_CONTRACT, InputScale, RowReader, StepName, same
 from fp4kit.quantized.container import Quantized
 from fp4kit.recipes import RECIPES, Recipe, recipe_of
 from fp4kit.recipes.schema import as_stored
@@ -142,7 +142,8 @@ def of_module(model: torch.nn.Module, *, recipe: RecipeId | Recipe | None = None
     Returns:
         (contract, tensors): a Contract with the names of unquantized layers if others are quantized; the recipe of
         activations if fake_quantize_model or transformers quantizes the inputs of all quantized layers alike;
-        input_scales; and served_dtype for transformers. Its other settings are unknown. The tensors are a mapping from
+        input_scales; and served_dtype for transformers. After fake_quantize_model, it has the recipe of the weights
+        and what the arguments said of the engine or the format. Its other settings are unknown. The tensors are a mapping from
         layer name to RowReader, and also hold the input scale of each layer.
 
     Raises:
@@ -173,6 +174,7 @@ def of_module(model: torch.nn.Module, *, recipe: RecipeId | Recipe | None = None
     activations: dict[str, Recipe | None] = {}
     others: dict[str, Tensor] = {}
     formats: set[str] = set()
+    trained: list[Contract] = []
     for name, module in model.named_modules():
         held = _Held(name, module, seen)
         if isinstance(module, parametrize.ParametrizationList) or not held.tensors:
@@ -190,22 +192,25 @@ def of_module(model: torch.nn.Module, *, recipe: RecipeId | Recipe | None = None
                 if inputs.known:
                     activations[key] = inputs.recipe
                 formats.add(_format(held))
+                trained += [one.contract for one in parts_of(module, "weight") if isinstance(one, ServedWeight)]
         others |= _others(held, {leaf for matrix in found for leaf in matrix.used}, fused)
     quantized = {name for name, one in readers.items() if one.recipe is not None or one.decoded}
-    contract = _contract([*readers], quantized, activations, scales.keys(), formats)
+    is_trained = len(trained) == len(quantized) and all(one == trained[0] for one in trained)
+    base = trained[0] if trained and is_trained else NO_CONTRACT
+    contract = _contract(base, [*readers], quantized, activations, scales.keys(), formats)
     tensors = {name: partial(readers.__getitem__, name) for name in readers}
     return contract, LazyTensors(tensors, LazyTensors(scales), others, None, activations)
 
 
 def _contract(
+    contract: Contract,
     layers: Sequence[str],
     quantized: set[str],
     activations: Mapping[str, Recipe | None],
     scaled: Collection[str],
     formats: set[str],
 ) -> Contract:
-    """Return what a model states. Settings of inputs are known only if they hold for all quantized layers."""
-    contract = Contract(unknown=SETTINGS)
+    """Add what a model states to a contract. Settings of inputs are known only if all quantized layers agree."""
     if quantized:
         contract = contract.stating(excluded=tuple(name for name in layers if name not in quantized))
     of_inputs = {*activations.values()}

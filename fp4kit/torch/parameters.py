@@ -249,7 +249,7 @@ class ServedWeight(FakeQuantizing):
         super().__init__()
         self.name, self.pass_through, self.merged_adapters = weight.name, pass_through, merged_adapters
         self._kind, self._axis, self._dtype = weight.kind, weight.axis, getattr(torch, weight.dtype)
-        self._recipe, self._shares = to_spec(plan.recipe_of(weight)), plan.shares
+        self._recipe, self._shares, self.contract = to_spec(plan.recipe_of(weight)), plan.shares, plan.contract
         self._served_dtype = None if plan.served_dtype is None else getattr(torch, plan.served_dtype)
         # a list of tuples, so that PyTorch registers none of these modules as a child
         self._group = [(one.name, one.module, one.leaf) for one in plan.members(weight)]

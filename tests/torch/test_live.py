@@ -796,7 +796,8 @@ def test_layers_that_all_differ_are_not_called_stale(w4a4, rollout):
     ft.fake_quantize_model(other, "nvfp4-te", format="modelopt")
     found = [x for x in fp4kit.parity(other, rollouts[rollout]).differing if x.kind == "weight"]
     assert len(found) == 14 and not any("stale" in x.setting for x in found)
-    assert all("every quantized layer differs, so the recipe or the weights are others" in x.setting for x in found)
+    texts = ("so the recipe or the weights are others", "the recipes differ (nvfp4-te, nvfp4-compressed-tensors)")
+    assert all(any(one in x.setting for one in texts) and "every quantized layer differs" in x.setting for x in found)
     found = fp4kit.parity(other, rollouts[rollout], weights=folder / "trained").differing
     recipes = [x.setting.partition(" (")[0] for x in found if x.kind == "weight"]
     assert recipes == ["recipe nvfp4-te in train and nvfp4-compressed-tensors in rollout"] * 14
@@ -805,6 +806,30 @@ def test_layers_that_all_differ_are_not_called_stale(w4a4, rollout):
         one.model.layers[0].mlp.down_proj.parametrizations.weight.original.mul_(1.01)
     (layer,) = fp4kit.parity(one, rollouts[rollout]).differing
     assert layer.name == "model.layers.0.mlp.down_proj" and "a stale one" in layer.setting
+
+
+def test_a_trained_model_states_the_settings_of_its_weights():
+    """The settings of fake_quantize_model are stated, those that it does not know are unknown."""
+    linear = {"k_proj": torch.nn.Linear(32, 16), "q_proj": torch.nn.Linear(32, 16), "head": torch.nn.Linear(32, 4)}
+    for options in (
+        {"recipe": "nvfp4-te"},
+        {"recipe": "mxfp4-ocp", "format": "compressed-tensors", "served_dtype": "bfloat16"},
+        {"engine": "transformers", "scheme": "nvfp4-w4a16"},
+        {"engine": "vLLM", "scheme": "mxfp8-w8a16"},
+    ):
+        model = torch.nn.ModuleDict(copy.deepcopy(linear))
+        ft.fake_quantize_model(model, **options, exclude=("head*",))
+        contract, _ = ft.of_module(model)
+        row = fp4kit.serving(options["engine"], options["scheme"]) if "engine" in options else None
+        wanted = fp4kit.recipe(options["recipe"]) if row is None else row.weights
+        assert contract.weights == wanted and contract.excluded == ("head",) and contract.activations is None
+        assert not {"weights", "shared_amax", "excluded", "hadamard"} & {*contract.unknown}
+        assert ("unit" in contract.unknown) == (row is None or row.unit is not None) and contract.unit is None
+        for name in ("served_dtype", "container"):
+            given = options.get({"container": "format"}.get(name, name)) or getattr(row, name, None)
+            assert (name in contract.unknown) == (not given) or row is not None
+    plain, _ = ft.of_module(torch.nn.ModuleDict(linear))
+    assert "weights" in plain.unknown
 
 
 def test_what_one_side_does_not_know_of_inputs_is_in_the_verdict(w4a4):
