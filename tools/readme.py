@@ -149,6 +149,31 @@ def cpu() -> str:
     return cpu_report.summary(json.loads((RESULTS / "cpu.json").read_text()))
 
 
+SPEED = (("quantize", "mxfp4-ocp"), ("quantize, amax given", "nvfp4-torchao"), ("dequantize", "mxfp4-ocp"))
+
+
+def speed() -> str:
+    """Return the README's table of speeds: on a GPU against a copy, on a CPU in GB/s."""
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    import cpu_report
+    import report
+
+    gpu, host = (json.loads((RESULTS / f"{name}.json").read_text()) for name in ("h200", "cpu"))
+    rows = []
+    for operation, recipe, _, time, efficiency, other in report.summary(gpu, SPEED):
+        copy = f"{1 / float(efficiency):.2f} times the time of a copy"
+        rows.append((f"{operation}, `{recipe}`", "H200, 16384 x 16384", f"{time}, {copy}", other))
+    found = {(row.operation, row.recipe): row for row in cpu_report.rows_of(host) if row.group == "recipes"}
+    for operation, recipe in (("quantize", "nvfp4-te"), ("quantize", "mxfp4-ocp"), ("dequantize", "nvfp4-te")):
+        row = found[operation, recipe]
+        rate, (name, ratio) = row.rate("all"), row.fastest_peer
+        other = f"{name}: {ratio:.0f} times as long"
+        rows.append((f"{operation}, `{recipe}`", "two cores of a Xeon, 4096 x 4096", f"{rate:.3g} GB/s", other))
+    return markdown(
+        ("operation, from or to bfloat16", "machine, matrix", "fp4kit", "fastest other library measured"), rows
+    )
+
+
 def scale_search() -> str:
     """Return the table of the demo model's errors with and without a search of block scales.
 
@@ -391,6 +416,7 @@ ALL = (
     agreement,
     performance,
     cpu,
+    speed,
     scale_search,
     live,
     versions,
