@@ -100,7 +100,7 @@ def _shares(q: Quantized) -> tuple[np.ndarray, np.ndarray]:
         all_values = np.concatenate([element.values_under(False), element.values_under(True)])
     else:
         counts, all_values = np.bincount(codes.reshape(-1), minlength=2**element.bits), element.values
-    values, inverse = np.unique(all_values, return_inverse=True)
+    values, inverse = np.unique(all_values + 0.0, return_inverse=True)
     return values, np.bincount(inverse, counts, len(values)) / max(codes.size, 1)
 
 
@@ -364,7 +364,7 @@ def number_line(element: ElementFormat | str, x: Any = None, *, ax: Any = None) 
     if x is not None and not np.isfinite(_numbers("plot.number_line", "x", x)).all():
         raise ValueError("plot.number_line: x holds a NaN or an infinity; needs finite numbers")
     ax = axes(ax, 9, 2.2)
-    values = np.unique(element.values[np.isfinite(element.values)])
+    values = np.unique(element.values[np.isfinite(element.values)]) + 0.0  # which zero is kept depends on the processor
     ax.plot(values, np.zeros(len(values)), "|", color="black", markersize=18, label=f"values of {element.name}")
     if len(values) <= 32:
         for lower, upper in pairwise(values):

@@ -143,8 +143,8 @@ def of_module(model: torch.nn.Module, *, recipe: RecipeId | Recipe | None = None
         (contract, tensors): a Contract with the names of unquantized layers if others are quantized; the recipe of
         activations if fake_quantize_model or transformers quantizes the inputs of all quantized layers alike;
         input_scales; and served_dtype for transformers. After fake_quantize_model, it has the recipe of the weights
-        and what the arguments said of the engine or the format. Its other settings are unknown. The tensors are a mapping from
-        layer name to RowReader, and also hold the input scale of each layer.
+        and what the arguments said of the engine or the format. Its other settings are unknown. The tensors are a
+        mapping from layer name to RowReader, and also hold the input scale of each layer.
 
     Raises:
         TypeError: model is not a module.
