@@ -635,7 +635,8 @@ def noise_of(name: str, found: float | None, usual_db: float | None, bits: int, 
         if is_of_recipe
         else "run fp4kit identify with this source"
     )
-    low = f"SQNR is {found:.1f} dB, {usual_db - found:.1f} dB below what {bits} bits usually give on this layer"
+    # without the numbers, which the report has per layer, so that layers share a line
+    low = f"SQNR is more than {MARGIN_DB[bits]:g} dB below what {bits} bits usually give on this layer"
     yield Issue("error", name, f"{low if math.isfinite(found) else 'values are NaN or infinite'}; {end}")
 
 

@@ -69,13 +69,13 @@ def summary_of(report: VerifyReport) -> Iterator[str]:
     if sound < len(report.layers):
         worst = worst_first(report)[0]
         why = next(issue.sentence for issue in report.issues if issue.subject == worst.name)
-        text += f"; the worst: {shown(worst.name)}: {shown(why)}"
+        text += f"; the worst: {shown(worst.name)}: {shown(why.partition('; ')[0])}"
     yield text
     if found := _decibels_of(report):
         middle, (least, name) = median(db for db, _ in found), min(found)
         error = f"a relative rms error of {100 * 10 ** (-middle / 20):.3g}%"
         yield f"SQNR: median {middle:.2f} dB, {error}; worst {least:.2f} dB in {shown(name)}"
-    if report.parallel is not None:
+    if report.parallel is not None and report.clean:
         yield report.parallel.line
 
 
