@@ -271,7 +271,8 @@ def only_public(module: dict[str, Any]) -> None:
 
 def no_argument(op: str, name: str, known: Collection[str]) -> TypeError:
     """Return the error for a keyword that a function does not have. known: the keywords that it has."""
-    parameter, way_out = _OTHER_NAMES.get(name, ("", ""))
+    change = f"use dataclasses.replace(fp4kit.recipe(...), {name}=...)"
+    parameter, way_out = ("id", change) if op == "recipe" else _OTHER_NAMES.get(name, ("", ""))
     if parameter not in known:
         similar = get_close_matches(name, known, n=1)
         way_out = f"did you mean {similar[0]}?" if similar else f"the arguments are {', '.join(known)}"

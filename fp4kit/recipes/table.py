@@ -82,6 +82,7 @@ def recipes(of: str | None = None) -> tuple[str, ...]:
     return found
 
 
+@explains_calls
 def recipe(id: str | Recipe) -> Recipe:
     """Return the recipe with this id or alias.
 

@@ -313,6 +313,8 @@ def test_an_argument_that_does_not_exist(name):
 
 
 def test_an_argument_of_another_function():
+    with raises(TypeError, "recipe: there is no argument rounding; use dataclasses.replace(fp4kit.recipe(...), roundi"):
+        fp4kit.recipe("nvfp4-te", rounding="stochastic")
     with raises(TypeError, "dequantize: there is no argument scale; the arguments are q, dtype, out, threads"):
         fp4kit.dequantize(fp4kit.quantize(ROWS, "nvfp4"), scale=1)
     with raises(TypeError, "quantize: recipe is missing; needs an id such as 'nvfp4-te'; fp4kit.recipes() lists the"):
