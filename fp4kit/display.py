@@ -274,6 +274,10 @@ def quantized_panel(q: Quantized) -> Panel:
         facts.append(("scales", f"{finite.min():.6g} to {finite.max():.6g}"))
     largest = f"{found.saturated:,} of magnitude {q.recipe.element.max:g} or more"
     facts.append(("largest code", f"{share(found.saturated, found.values)} of values: {largest}"))
+    if finite.size and not q.recipe.levels:
+        factor = 1.0 if q.block_scale is None or q.tensor_scale is None else _largest(q.tensor_scale)
+        bound = float(q.recipe.element.max) * float(np.abs(finite).max()) * factor
+        facts.append(("values", f"at most {bound:.4g} in magnitude"))
     if found.blocks:
         facts.append(
             ("zero blocks", f"{share(found.zero_blocks, found.blocks)}: {found.zero_blocks:,} of {found.blocks:,}")
@@ -294,6 +298,12 @@ def quantized_panel(q: Quantized) -> Panel:
         facts.append(("note", "codes are not zero although tensor_amax is 0: x holds NaN, or tensor_amax was passed"))
     bars = by_exponent(found.scales, found.counts) if found.counts.sum() > 1 else ()
     return Panel(f"Quantized {q.recipe.title}", tuple(facts), heading="scales by exponent", bars=bars)
+
+
+def _largest(tensor_scale: Any) -> float:
+    """Return the largest finite magnitude of tensor scales; 0 if there is none."""
+    sizes = np.abs(import_to_host("statistics", scales=tensor_scale))
+    return float(sizes[np.isfinite(sizes)].max(initial=0.0))
 
 
 def _other_levels(q: Quantized) -> list[tuple[str, str]]:
