@@ -5,7 +5,8 @@ The verdict of identify says what explains most layers of a format; layers that 
 from __future__ import annotations
 
 import argparse
-from collections import Counter
+import re
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -31,6 +32,8 @@ from fp4kit.cli.output import Output
 from fp4kit.ops.identify import either
 from fp4kit.storage.files import CheckpointError, counted, listed, shown
 
+_MOST_ROWS = 40  # of more tensors, those whose names differ only in numbers share a row
+_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 _MOST_NAMES = 2  # if more names than this have one reason, they are counted instead of listed
 
 
@@ -40,7 +43,7 @@ def _inspect(args: argparse.Namespace, out: Output) -> int:
     body = _checkpoint_body(checkpoint)
     out.document("inspect/1", body)
     if out.text:
-        _print_checkpoint(out, body, checkpoint.items)
+        _print_checkpoint(out, body, checkpoint.items, args.all)
     return DONE
 
 
@@ -63,8 +66,8 @@ def _checkpoint_body(checkpoint: Checkpoint) -> dict[str, Any]:
     }
 
 
-def _print_checkpoint(out: Output, body: dict[str, Any], items: Iterable[Item]) -> None:
-    """Print the content of a checkpoint: a summary, and then its tensors and layers."""
+def _print_checkpoint(out: Output, body: dict[str, Any], items: Iterable[Item], every: bool) -> None:
+    """Print the content of a checkpoint: a summary, and then its tensors and layers, alike ones in one row."""
     totals = body["totals"]
     total = decimal(sum(one["bytes"] for one in totals.values()))
     out.line(f"total: {counted(len(body['tensors']), 'tensor')} in {counted(len(body['files']), 'file')}, {total}")
@@ -73,9 +76,14 @@ def _print_checkpoint(out: Output, body: dict[str, Any], items: Iterable[Item]) 
     out.lines(f"quantized layers: {count} in {shown(name)}" for name, count in formats.items())
     out.lines(f"{key}: {shown(value)}" for key, value in body["quantization"].items())
     out.lines(f"warning: {text}" for text in body["warnings"])
-    sizes = [{**one, "size": decimal(one["bytes"])} for one in body["tensors"]]
-    out.records(sizes, {"tensor": "{name}", "dtype": "{dtype}", "shape": "{shape}", "#size": "{size}"})
-    out.records(body["layers"], {"quantized layer": "{name}", "format": "{format}", "shape": "{shape}"})
+    is_long = len(body["tensors"]) > _MOST_ROWS and not every
+    counts = {"#count": "{count}"} if is_long else {}
+    tensors, layers = (_alike(body[name]) if is_long else body[name] for name in ("tensors", "layers"))
+    sizes = [{**one, "size": decimal(one["bytes"])} for one in tensors]
+    out.records(sizes, {"tensor": "{name}", **counts, "dtype": "{dtype}", "shape": "{shape}", "#size": "{size}"})
+    out.records(layers, {"quantized layer": "{name}", **counts, "format": "{format}", "shape": "{shape}"})
+    if is_long:
+        out.line("* stands for numbers, and the size is the sum of a row; --all lists every tensor and layer")
     names: dict[tuple[str, str, str], list[str]] = {}
     for item in items:
         names.setdefault((item.group, item.place, item.why), []).append(item.name)
@@ -85,6 +93,23 @@ def _print_checkpoint(out: Output, body: dict[str, Any], items: Iterable[Item]) 
         ("read as", "place", "beside the layers", "why"),
         [(group, place, _brief(found), shown(why)) for (group, place, why), found in rows],
     )
+
+
+def _alike(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return one record, with their count and the sum of their bytes, for all that differ only in numbers of names."""
+    groups: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for one in records:
+        facts = {key: one[key] for key in ("dtype", "format", "shape") if key in one}
+        groups[f"{_NUMBER.sub('*', one['name'])} {facts}"].append(one)
+    return [
+        {
+            **alike[0],
+            "name": alike[0]["name"] if len(alike) == 1 else _NUMBER.sub("*", alike[0]["name"]),
+            "count": len(alike),
+            "bytes": sum(one.get("bytes", 0) for one in alike),
+        }
+        for alike in groups.values()
+    ]
 
 
 def _brief(names: list[str]) -> str:
@@ -206,7 +231,10 @@ COMMANDS = {
             "fp4kit inspect Llama-NVFP4": "list the tensors of a model directory",
             "fp4kit inspect model.gguf --json": "print the list as one JSON document",
         },
-        [path_flag("path", "PATH", "model directory, .safetensors, .gguf, .onnx or OpenVINO's .xml file")],
+        [
+            path_flag("path", "PATH", "model directory, .safetensors, .gguf, .onnx or OpenVINO's .xml file"),
+            flag("--all", f"list every tensor and layer, also of more than {_MOST_ROWS}", action="store_true"),
+        ],
     ),
     "identify": Command(
         _identify,

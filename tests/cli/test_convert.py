@@ -348,6 +348,26 @@ def _signalled_execute(number: int) -> Callable[..., ConversionReport]:
     return signalled
 
 
+def test_inspect_merges_tensors_that_differ_in_numbers(tmp_path: Path, run: Run) -> None:
+    """Rows of more than 40 tensors share a row if dtype and shape are equal; --all and --json list each."""
+    shapes = {"a": (2, 16), "b": (4, 16)}
+    tensors = {f"h.{i}.{leaf}.w2": np.zeros(shapes[leaf], np.float32) for i in range(30) for leaf in shapes}
+    tensors |= {"h.30.a.w2": np.zeros((8, 16), np.float32), "h.31.b.w2": np.zeros((4, 16), np.float16)}
+    synthetic.write_file(tmp_path / "x.safetensors", tensors)
+    out = rows(run("inspect", tmp_path / "x.safetensors").out)
+    for row in (
+        ["h.*.a.w2", "30", "F32", "[2,16]", "3.8", "kB"],
+        ["h.*.b.w2", "30", "F32", "[4,16]", "7.7", "kB"],
+        ["h.30.a.w2", "1", "F32", "[8,16]", "512", "bytes"],
+        ["h.31.b.w2", "1", "F16", "[4,16]", "128", "bytes"],
+    ):
+        assert row in out
+    assert ["h.7.b.w2", "F32", "[4,16]", "256", "bytes"] in rows(
+        run("inspect", tmp_path / "x.safetensors", "--all").out
+    )
+    assert len(json.loads(run("inspect", tmp_path / "x.safetensors", "--json").out)["tensors"]) == 62
+
+
 def test_inspect(tmp_path: Path, run: Run) -> None:
     synthetic.bert(tmp_path / "m")
     convert(tmp_path / "m", tmp_path / "out", format="modelopt")

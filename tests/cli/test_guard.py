@@ -306,7 +306,9 @@ READ += exhaustive([(1, (), "1"), (70000, (), ""), (0, ("--json",), "1"), (70000
 @pytest.mark.parametrize("case", READ, ids=str)
 def test_a_reader_that_goes_away(tmp_path: Path, case: tuple[int, tuple[str, ...], str]) -> None:
     size, options, unbuffered = case
-    process = command("inspect", large(tmp_path), *options, text=False, env=environment(PYTHONUNBUFFERED=unbuffered))
+    process = command(
+        "inspect", large(tmp_path), "--all", *options, text=False, env=environment(PYTHONUNBUFFERED=unbuffered)
+    )
     assert process.stdout is not None and process.stderr is not None
     process.stdout.read(size)
     process.stdout.close()
