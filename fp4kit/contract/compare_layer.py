@@ -262,9 +262,10 @@ def _in_one_line(uncertain: tuple[str, ...]) -> tuple[str, ...]:
         name, _, rest = text.partition(": ")
         where, _, said = rest.partition("; the other says ")
         alike.setdefault(where, []).append((name, said))
+    side = {"unknown in the first contract": "rollout alone", "unknown in the second contract": "train alone"}
     return tuple(
-        f"{', '.join(f'{name} ({said})' if said else name for name, said in found)}: {where}"
-        + "; the other says what is in parentheses" * bool(found[0][1])
+        f"{side.get(where, 'neither side')} states "
+        + ", ".join(f"{name} ({said})" if said else name for name, said in found)
         for where, found in alike.items()
     )
 
