@@ -5,6 +5,7 @@ With --bits, an assignment first chooses a recipe for each layer, within a budge
 from __future__ import annotations
 
 import argparse
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial, reduce
@@ -31,7 +32,7 @@ from fp4kit.checkpoint.convert.convert import (
     paths_to_write,
 )
 from fp4kit.checkpoint.convert.demo import SENTENCES, cosines_of_embeddings, demo_source
-from fp4kit.checkpoint.convert.job import Losses
+from fp4kit.checkpoint.convert.job import RENAME, Losses
 from fp4kit.checkpoint.convert.run_jobs import leftovers_of, remove_leftovers
 from fp4kit.checkpoint.executors import Options, cluster
 from fp4kit.checkpoint.findings import asked, findings_of_plan, is_one_file, lines_of
@@ -467,14 +468,20 @@ def _print_outcome(
     """Print totals, the number of layers per action (except copies), files, skipped files, errors and warnings."""
     sizes = " -> ".join(decimal(body[name]) for name in ("bytes_in", "bytes_out"))
     count, copied = body["converted"], body["copied"]
-    actions = sorted(body.get("actions", {}).items())
-    kept = dict(actions).get("rename", 0)
+    actions = Counter(body.get("actions", {}))
+    kept = sum(tensor.action == RENAME for tensor in plan.converted) if actions else 0
+    rewritten = [tensor for tensor in plan.converted if plan.gguf and tensor.is_rewritten]
+    actions["dequantize"] -= sum(len(tensor.pieces) for tensor in rewritten)
     counts = f"{count - kept} tensors converted" + f", {kept} with their codes kept" * (kept > 0)
     others = (form.name for form in plan.layers_of_forms if plan.form and form.name != plan.form.name)
     stored = ", ".join([plan.format_name, *([] if plan.is_mixed else dict.fromkeys(others))])
     out.line(f"{verb} ({stored}): {counts}, {copied} copied, {sizes}")
-    layers = ", ".join(f"{count} {action}" for action, count in actions if action != "copy")
+    layers = ", ".join(f"{n} {action}" for action, n in sorted(actions.items()) if action != "copy" and n > 0)
     out.lines([f"layers: {layers}"] if layers else [])
+    pairs = [(one.dtype, one.outputs[0].dtype) for one in rewritten]
+    how = Counter(f"from {a} to {b}" if a != b else f"in {a}, reordered or stacked" for a, b in pairs)
+    unquantized = ", ".join(f"{n} {words}" for words, n in how.items())
+    out.lines([f"unquantized tensors: {unquantized}"] if how else [])
     out.lines(plan.notes)
     if plan.is_split:
         for path, file in zip(paths_to_write(plan, destination).values(), plan.files, strict=True):

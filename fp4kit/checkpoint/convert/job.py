@@ -14,7 +14,7 @@ Actions, the values of Job.action:
   requantize: decode, then quantize.
   merge: decode, add an adapter's update, and quantize again with the scales of the source or better ones. A layer
     without an update is one that shares its tensor scale with such layers; it keeps its codes if the scale is kept.
-  dequantize: decode to unquantized values.
+  dequantize: decode to unquantized values; in a new GGUF file, also write unquantized ones in another dtype or order.
 """
 
 from __future__ import annotations

@@ -154,6 +154,13 @@ class TensorPlan:
         """The number of bytes of all output tensors."""
         return sum(output.nbytes for output in self.outputs)
 
+    @property
+    def is_rewritten(self) -> bool:
+        """True if unquantized values are written unquantized, but in another dtype, order or stack."""
+        weights = [piece.weight for piece in self.pieces if piece.form is None]
+        plain = [one for one in weights if one.container is None and one.update is None]
+        return self.action == job.DEQUANTIZE and len(plain) == len(self.pieces)
+
 
 @dataclass(frozen=True)
 class ShardPlan:
