@@ -180,10 +180,6 @@ def lines_of(report: ConversionReport, summary: Summary) -> Iterator[str]:
         yield f"rejected by {engine}: {why}"
     if summary.serve:
         yield f"serve: {summary.serve}"
-    if plan.gguf is not None:
-        paths = " ".join(shlex.quote(str(path)) for path in (plan.source.root, report.destination))
-        yield f"next: fp4kit compare {paths}"
-        return
     paths = " --source ".join(shlex.quote(str(path)) for path in (report.destination, plan.source.root))
     adapter, activations = plan.request.adapter, plan.request.activations
     more = [("adapter", adapter.root)] if adapter is not None else []

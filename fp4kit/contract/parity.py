@@ -313,6 +313,10 @@ class _Check:
             names = [name for name in names if name in self.source]
         only_others = not first and not last and all(side.others for side in self.sides)
         if not names and not only_others:
+            models = [one for one in (first, last, self.source) if one]
+            if len({any(name.startswith("blk.") for name in one) for one in models}) > 1:
+                lacking = "only one of the models is a GGUF file, whose layers have other names"
+                raise ValueError(f"{OP}: {lacking}; fp4kit compare A B pairs the layers of a directory and a GGUF file")
             raise ValueError(f"{OP}: {lacking}; needs equal names of layers, such as {listed(first)}")
         return names, missing
 

@@ -35,10 +35,12 @@ from fp4kit.checkpoint.model.slabs import Readers, inner_of, outer_scales, scale
 from fp4kit.checkpoint.model.statistics import amax_and_nonfinite, doubts_of, reference_of, sampled_magnitudes
 from fp4kit.checkpoint.model.transforms import Counterparts, Origin, TurnedOrigin, undo
 from fp4kit.checkpoint.model.weights import Located, Weight, WeightRotation, weights_of
+from fp4kit.checkpoint.plan.gguf_model import as_gguf
 from fp4kit.checkpoint.selection.names import join_module, shared_amax_groups, split_module
 from fp4kit.layouts import unpacked
 from fp4kit.recipes import ALL_RECIPES, RECIPES, Recipe, is_simple
 from fp4kit.storage.files import NUMPY_DTYPES, CheckpointError, similar_glob
+from fp4kit.storage.gguf_file import is_gguf
 
 _HALVES = {"gate_proj": "up_proj", "up_proj": "gate_proj", "w1": "w3", "w3": "w1"}
 _SECOND = ("up_proj", "w3")
@@ -494,6 +496,8 @@ class PreparedIdentification:
         all_rows: bool = False,
     ) -> None:
         stored, origin = open_source(Path(destination)), open_original(Path(source), Path(destination))
+        if is_gguf(stored.root) != is_gguf(origin.root):
+            origin = as_gguf(origin, stored.root)
         known = weights_of(stored.tensors, stored.config, damaged=True)
         rotations = undo(stored, known, tuple(ignore)).rotations
         check_model(origin, origin.weights)
@@ -506,14 +510,10 @@ class PreparedIdentification:
         chosen = _chosen(weights, tuple(layers))
         self._specs, self._unpaired = layer_specs(stored, weights, chosen, origin, rotations, all_rows)
         if not self._specs:
-            way = "give the model that it was made from"
-            in_gguf = any(weight.container and weight.container.in_blocks for weight in weights)
-            if in_gguf and not str(source).endswith(".gguf"):
-                way = (
-                    "a source in GGUF is needed, because its names and row order are equal; write one with llama.cpp's"
-                    " convert_hf_to_gguf.py SRC --outtype bf16"
-                )
-            raise CheckpointError(f"{destination}: no quantized layer has the name of a weight of {source}; {way}")
+            raise CheckpointError(
+                f"{destination}: no quantized layer has the name of a weight of {source}; give the model that it was"
+                " made from"
+            )
 
     @property
     def nbytes(self) -> int:

@@ -12,8 +12,9 @@ import math
 import os
 import re
 import struct
+from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -25,12 +26,15 @@ from fp4kit.arguments import is_one_of
 from fp4kit.checkpoint.containers.config_entries import REFUSED, Item, brief
 from fp4kit.checkpoint.containers.table import GGUF_NVFP4, INPUT_SCALE, VALUES, OutputTensor
 from fp4kit.checkpoint.convert import job
+from fp4kit.checkpoint.model.graph_files import GraphFile
 from fp4kit.checkpoint.model.model_files import CONFIG, Source, existing_file
-from fp4kit.checkpoint.model.weights import Q8_0, HeadOrder, Located, Piece, Weight, located, part_names
-from fp4kit.checkpoint.plan.other_models import GgufNames, package
+from fp4kit.checkpoint.model.transforms import undo
+from fp4kit.checkpoint.model.weights import Q8_0, HeadOrder, Located, Piece, Weight, expert_name, located, part_names
+from fp4kit.checkpoint.plan.other_models import GgufNames, LoraAdapter, package
+from fp4kit.checkpoint.plan.source_layers import Restored
 from fp4kit.checkpoint.selection import names
 from fp4kit.storage.files import BLOCKED, FLOAT_DTYPES, CheckpointError, listed, load_object, shown
-from fp4kit.storage.gguf_file import GgufFile, Value, read_gguf
+from fp4kit.storage.gguf_file import GgufFile, Value, is_gguf, read_gguf
 
 GGUF = GGUF_NVFP4.format
 # Class of transformers -> llama.cpp's name of the architecture.
@@ -155,15 +159,23 @@ _UNUSED = ".rotary_emb.inv_freq"  # llama.cpp computes these numbers
 _BESIDE = (_UNUSED, ".k_scale", ".v_scale", ".input_scale", ".input_global_scale")
 
 
-def architecture_of(source: Source) -> str:
+_BY_LLAMA_CPP = "convert_hf_to_gguf.py of llama.cpp (SRC --outtype bf16 --outfile SRC-bf16.gguf)"
+_WORKAROUND = f"or write a GGUF file of the unquantized model with {_BY_LLAMA_CPP}, and convert that file"
+
+
+def architecture_of(source: Source, op: str = _OP) -> str:
     """Return llama.cpp's architecture of a model directory. Raise CheckpointError if the model is not supported."""
     classes = source.config.get("architectures")
     name = str(classes[0]) if isinstance(classes, list) and len(classes) == 1 else ""
     if not source.root.is_dir() or name not in CLASSES:
         what = f"architectures is {brief(classes)}" if source.root.is_dir() else f"{source.root.name} is a single file"
+        others = (
+            "convert the unquantized model with convert_hf_to_gguf.py of llama.cpp, and take the codes with --codes"
+        )
+        if op != _OP:
+            others = f"fp4kit compare pairs the layers, and --source takes a GGUF file: run {_BY_LLAMA_CPP}"
         raise CheckpointError(
-            f"{_OP}: {what}; model directories of {', '.join(CLASSES)} become GGUF files; for others, convert the"
-            " unquantized model with convert_hf_to_gguf.py of llama.cpp, and take the codes with --codes"
+            f"{op}: {what}; model directories of {', '.join(CLASSES)} become GGUF files; for others, {others}"
         )
     return CLASSES[name]
 
@@ -171,11 +183,11 @@ def architecture_of(source: Source) -> str:
 class _Places:
     """The places of the modules of a model directory in its GGUF file."""
 
-    def __init__(self, source: Source) -> None:
-        self.architecture, config = architecture_of(source), source.config
+    def __init__(self, source: Source, op: str = _OP) -> None:
+        self.architecture, config = architecture_of(source, op), source.config
         layers = config.get("num_hidden_layers")
         known = {"num_hidden_layers": layers} if type(layers) is int else {}
-        self._names = GgufNames({names.ARCHITECTURE: self.architecture, **known}, _OP)
+        self._names = GgufNames({names.ARCHITECTURE: self.architecture, **known}, op)
         self._heads = {leaf: config.get(key) or config.get(_HEADS) for leaf, key in names.HEADS.items()}
 
     def of(self, module: str) -> tuple[str, int | None] | None:
@@ -344,6 +356,82 @@ class GgufModel:
         return replace(plans[0], shape=(self._experts, *plans[0].shape), bytes_in=size, pieces=pieces)
 
 
+# Sources of a GGUF file -----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class GgufView(Source):
+    """A model directory whose weights have the names and the order of rows of the GGUF file that it becomes.
+
+    An expert of a stack has the name that expert_name gives it. Tensors keep their names.
+
+    Attributes:
+        copied: name of a tensor of the GGUF file -> name of the unquantized tensor that it may be a copy of.
+        restored: the tensors of the GGUF file that consist of reordered or separate unquantized tensors.
+        generated: see GgufModel.
+    """
+
+    copied: Mapping[str, str] = field(default_factory=dict)
+    restored: tuple[Restored, ...] = ()
+    generated: Mapping[str, np.ndarray] = field(default_factory=dict)
+
+    def made_of(self, name: str) -> set[str]:
+        """Return the names of the tensors of the directory in a tensor of the GGUF file; ``name`` itself for none."""
+        weights = (one.weights for one in self.restored if name in (one.name, f"{one.name}.weight"))
+        return part_names(next(weights, ())) or {self.copied.get(name, name)}
+
+    def biases(self, tensors: Mapping[str, Any]) -> Iterator[Weight]:
+        """Yield those of ``tensors``, which are of a GGUF file, that are in ``restored`` and no matrices."""
+        for place in (tensors[one.name] for one in self.restored if one.name in tensors):
+            weight = _plain(located(*place))
+            yield from () if weight is None else [replace(weight, name=weight.tensor)]
+
+
+def as_gguf(original: Source, made: Path, adapter: LoraAdapter | None = None) -> GgufView:
+    """Return a model directory as the source of the GGUF file ``made``, with an adapter that was merged into it."""
+    op = f"--source {shown(str(original.root))}"
+    if is_gguf(original.root):
+        kinds = f"is a GGUF file, but {shown(str(made))} is not; the model directory is needed"
+        raise CheckpointError(f"{op}: {kinds}; fp4kit compare pairs the layers of both")
+    places, undone = _Places(original, op), undo(original, original.weights)
+    weights = undone.weights if adapter is None else adapter.attach(undone.weights, original.config)
+    unread = {*undone.matrices, *(name for name in original.tensors if name.endswith(_UNUSED))}
+    stored, is_tied = part_names(weights.values()), original.config.get("tie_word_embeddings") is True
+    vectors = (_plain(located(*place)) for name, place in original.tensors.items() if name not in stored)
+    layers, copied, others = [], dict[str, str](), defaultdict[str, dict[int | None, Weight]](dict)
+    for weight in (*weights.values(), *filter(None, vectors)):
+        module, expert = places.of(weight.name) or ("", None)
+        if module == "output" and is_tied:
+            unread |= part_names([weight])
+        elif module and len(weight.shape) == 2:
+            order, is_bias = places.order(module, weight.shape[0]), weight.tensor.endswith(".bias")
+            name = module + ".bias" * is_bias
+            placed = replace(weight, name=name if expert is None else expert_name(name, expert), order=order)
+            layers += [placed] if weight.tensor in stored else []
+            if (order, expert) != (None, None) or weight.update is not None:
+                others[name][expert] = placed
+            elif weight.container is None:
+                copied[name if is_bias else f"{name}.weight"] = weight.tensor
+    files: list[GraphFile] = []
+    for file in original.files:
+        entries = tuple(entry for entry in file.entries if entry.name not in unread)
+        files.append(GraphFile(file.path, file.name, file.size, entries, {}, () if files else (*layers,)))
+    restored = (_restored(name, experts) for name, experts in others.items())
+    made_new = _frequency_factors(original.config)
+    return GgufView(original.root, {}, None, (*files,), (), False, copied, (*filter(None, restored),), made_new)
+
+
+def _restored(name: str, experts: Mapping[int | None, Weight]) -> Restored | None:
+    is_stack, weights = None not in experts, [experts[key] for key in sorted(experts, key=lambda key: key or 0)]
+    rows, columns = weights[0].shape
+    is_whole = not is_stack or {*experts} == {*range(len(experts))}
+    if not is_whole or any(one.container is not None or one.shape != (rows, columns) for one in weights):
+        return None
+    total = rows * len(weights)
+    pieces = (Piece(one, 0, (0, rows), name, None, (), total, i * rows) for i, one in enumerate(weights))
+    return Restored(name, (*(len(weights),) * is_stack, rows, columns), (*weights,), "", (*pieces,))
+
+
 # Keys of the header ---------------------------------------------------------------------------------------------------
 
 
@@ -413,6 +501,12 @@ def _add_sizes(gguf: Any, writer: Any, config: Mapping[str, Any]) -> None:
             getattr(writer, f"add_rope_scaling_yarn_{key}")(rope[key])
 
 
+def generated_tensors(source: Source) -> dict[str, np.ndarray]:
+    """Return the tensors that llama.cpp needs for the config of a source (see GgufModel); {} if it is not supported."""
+    known = source.root.is_dir() and source.config.get("architectures") in [[name] for name in CLASSES]
+    return _frequency_factors(source.config) if known and not [*_settings(source.config)] else {}
+
+
 def _frequency_factors(config: Mapping[str, Any]) -> dict[str, np.ndarray]:
     """Return the divisors of RoPE's frequencies with the scaling of Llama 3.1; {} for models without it."""
     # A wavelength w, in positions, below n / high is not scaled, one above n / low is scaled by the factor, and one in
@@ -441,7 +535,9 @@ def _add_tokenizer(gguf: Any, writer: Any, root: Path, size: int) -> None:
     paths = {name: existing_file(root, name) for name in (_MODEL, _JSON, _SETTINGS) if os.path.lexists(root / name)}
     settings = load_object(paths[_SETTINGS], _SETTINGS) if _SETTINGS in paths else {}
     if not {_MODEL, _JSON} & paths.keys():
-        raise CheckpointError(f"{_OP}: {root} has no {_JSON} and no {_MODEL}; copy the tokenizer of the model")
+        raise CheckpointError(
+            f"{_OP}: {root} has no {_JSON} and no {_MODEL}; copy the tokenizer of the model, {_WORKAROUND}"
+        )
     content = load_object(paths[_JSON], _JSON) if _JSON in paths else {}
     try:
         added = {int(number): one for number, one in (settings.get("added_tokens_decoder") or {}).items()}
@@ -463,10 +559,14 @@ def _add_tokenizer(gguf: Any, writer: Any, root: Path, size: int) -> None:
         raise
     except Exception as error:  # nothing checks what is read here
         raise CheckpointError(
-            f"{_OP}: the tokenizer of {root} cannot be read: {type(error).__name__}: {shown(str(error))}"
+            f"{_OP}: the tokenizer of {root} cannot be read: {type(error).__name__}: {shown(str(error))}; repair it,"
+            f" {_WORKAROUND}"
         ) from error
     if tokens and max(tokens) >= size:
-        raise CheckpointError(f"{_OP}: the tokenizer has a token {max(tokens)}, but vocab_size is {size}")
+        raise CheckpointError(
+            f"{_OP}: the tokenizer has a token {max(tokens)}, but vocab_size is {size}; use the model's own tokenizer,"
+            f" {_WORKAROUND}"
+        )
     rows = [tokens.get(i, (f"[PAD{i}]", -10000.0, gguf.TokenType.UNUSED)) for i in range(size)]
     writer.add_tokenizer_model(model)
     writer.add_tokenizer_pre(name)
@@ -528,7 +628,10 @@ def _sentencepieces(gguf: Any, path: Path) -> tuple[Tokens, bool]:
     kinds["it changes characters"] = bool(normalizer.get(2)) and normalizer.get(1) != b"identity"
     why = next((why for why, is_so in kinds.items() if is_so), "")
     if why:
-        raise CheckpointError(f"{_OP}: {_MODEL} is of a kind that llama.cpp does not compute: {why}")
+        raise CheckpointError(
+            f"{_OP}: {_MODEL} is of a kind that llama.cpp does not compute: {why}; use the tokenizer of the model,"
+            f" {_WORKAROUND}"
+        )
     tokens = {i: (one[1].decode(), struct.unpack("<f", one[2])[0], one[3]) for i, one in enumerate(pieces)}
     return tokens, bool(normalizer[3])
 
@@ -548,7 +651,7 @@ def _byte_pairs(gguf: Any, content: Mapping[str, Any]) -> tuple[str, Tokens]:
         what = f"{model['type']} {changes}, normalizer {normalizer['type']}, splits {kinds} by {pattern[0]}"
         raise CheckpointError(
             f"{_OP}: {_JSON} is of a kind that is not known to fp4kit ({shown(what)}); known are"
-            f" {', '.join(_PRE_TOKENIZERS.values())}, and {_MODEL} of SentencePiece"
+            f" {', '.join(_PRE_TOKENIZERS.values())}, and {_MODEL} of SentencePiece; use one of these, {_WORKAROUND}"
         )
     tokens = {number: (text, 0.0, gguf.TokenType.NORMAL) for text, number in model["vocab"].items()}
     return _PRE_TOKENIZERS[pattern], tokens

@@ -251,7 +251,7 @@ class Imatrix:
 
     def of(self, module: str, weight: Weight, expert: int) -> ChannelWeights | None:
         """Return the place of the column weights of one matrix, or None if the file has none for it."""
-        for name in (module, weight.name):
+        for name in (module, weight.name, weight.tensor.removesuffix(".weight")):
             found = self._entry(name)
             if found is not None:
                 entry, index = found
@@ -456,7 +456,7 @@ class ColumnWeights:
 
     def of(self, module: str, weight: Weight, expert: int) -> Located | None:
         """Return where the file stores the column weights of a layer, or None if the file has none for that layer."""
-        names = (f"{module}.weight", module, weight.tensor, weight.name)
+        names = (f"{module}.weight", module, weight.tensor, weight.name, weight.tensor.removesuffix(".weight"))
         return next((self.places[name] for name in names if name in self.places), None)
 
     def check(self, layers: Iterable[tuple[str, Weight, int]]) -> tuple[()]:

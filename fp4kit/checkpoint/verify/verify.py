@@ -38,6 +38,7 @@ from fp4kit.checkpoint.model.slabs import Readers, tensor_scale_of
 from fp4kit.checkpoint.model.statistics import StoredCounts, doubts_of, magnitude_of, reference_of, total
 from fp4kit.checkpoint.model.transforms import decodable, undo
 from fp4kit.checkpoint.model.weights import Located, WeightRotation, any_quantized, located, weights_of
+from fp4kit.checkpoint.plan.gguf_model import GgufView, as_gguf
 from fp4kit.checkpoint.plan.layer_recipes import patterns_in, recorded_include
 from fp4kit.checkpoint.plan.other_models import ADAPTER_SCALES, LoraAdapter
 from fp4kit.checkpoint.plan.scale_search import RECORDED, Activations, ScaleSearch
@@ -61,7 +62,7 @@ from fp4kit.storage.files import (
     shown,
     similar_glob,
 )
-from fp4kit.storage.gguf_file import GgufFile, whole_path
+from fp4kit.storage.gguf_file import GgufFile, is_gguf, whole_path
 
 
 @dataclass(frozen=True)
@@ -340,6 +341,8 @@ def prepare(
         )
         return Verification(model.root, None, settings, checks, (), tuple(issues), parallel, reference, inputs, unread)
     original = open_original(Path(source), Path(destination))
+    if is_gguf(model.root) != is_gguf(original.root):
+        original = as_gguf(original, model.root, settings.adapter)
     facts, now = manifest.get("source"), source_facts(original)
     if isinstance(facts, dict):
         changed = sorted(name for name in {*facts, *now} if facts.get(name) != now.get(name))
@@ -521,13 +524,13 @@ def _compared_with_source(
     issues: what the matching shows, before any values are compared.
     """
     known, weights = weights_of(original.tensors, original.config), model.weights.values()
+    view = original if isinstance(original, GgufView) else None
+    adapter = settings.adapter if view is None else None  # a view has merged it
     if model.layers:
         items, matrices = check_model(original, known), frozenset[str]()
     else:
         _, items, matrices = undo(original, known)
-    checks = (
-        *reencode.checks_of(weights, reencode.origins_of(weights, original, rotations, settings.adapter), settings),
-    )
+    checks = (*reencode.checks_of(weights, reencode.origins_of(weights, original, rotations, adapter), settings),)
     checks += (*_restored(model, original, settings, {check.stored.name for check in checks}),)
     transposed = reencode.transposed_from(weights, original)
     made = {part.entry.name for check in checks for part in check.stored.parts.values()}
@@ -538,29 +541,31 @@ def _compared_with_source(
     left = {item.name for item in model.items if item.why in (*LEFT_OUT, ATTENTION)}  # only some tools write
     copies, unlike, cast = [], [], []
     for name, (file, entry) in model.tensors.items():
-        if name in made:
+        if name in made or (view and name in view.generated):
             continue
-        if name not in original.tensors:
+        own = view.made_of(name) if view else {name}
+        if not own <= original.tensors.keys():
             without += [] if is_attention_scale(name) or name in left else [name]
             continue
-        used.add(name)
+        used |= own
         if entry.note:
             cast.append(Issue("warning", name, f"is not compared: {entry.note}"))
             continue
-        other_file, other = original.tensors[name]
+        other_file, other = original.tensors[min(own)]
         floats = {entry.dtype, other.dtype} <= {*FLOAT_DTYPES, *_CASTS}
         if entry.shape != other.shape or not (entry.dtype == other.dtype or floats):
             have, want = (f"{one.dtype} {list(one.shape)}" for one in (entry, other))
             unlike.append(Issue("error", name, f"is {have}; the source has {want}"))
             continue
         copies.append((located(file, entry), located(other_file, other)))
-        if entry.dtype != other.dtype and other.dtype not in _CASTS:  # the values of casts are exact
+        is_exact = entry.dtype == "F32" or other.dtype in _CASTS
+        if entry.dtype != other.dtype and not is_exact:
             text = f"is {entry.dtype}; the source has {other.dtype}, which was rounded for the comparison"
             cast.append(Issue("warning", name, text))
     missing = [name for name in original.tensors if name not in used and not is_attention_scale(name)]
     issues = [Issue("error", name, "is not in the source") for name in dict.fromkeys(without)]
     issues += [Issue("error", name, "is missing; the source has it") for name in missing]
-    issues += [*unlike, *cast]
+    issues += [*unlike, *cast, *(_generated_issues(model, view) if view else ())]
     for name, names in transposed.items():
         issues.append(Issue("warning", name, f"is a transposed part of {', '.join(names)} and is not compared"))
     if any_quantized(known.values()):
@@ -571,9 +576,20 @@ def _compared_with_source(
     return checks, tuple(copies), issues
 
 
+def _generated_issues(model: Checkpoint, view: GgufView) -> Iterator[Issue]:
+    with Readers() as readers:
+        for name, values in view.generated.items():
+            place = model.tensors.get(name)
+            if place is None or readers.of(place[0]).read(place[1]).tobytes() != values.tobytes():
+                what = "is missing" if place is None else "has other values"
+                yield Issue("error", name, f"{what}; config.json of the source gives them (rope_scaling)")
+
+
 def _restored(model: Checkpoint, original: Source, settings: Settings, checked: Collection[str]) -> Iterator[Check]:
     """Yield checks of layers that a conversion to unquantized values may have put together from several weights."""
     rest = [weight for weight in model.weights.values() if weight.name not in checked]
+    if isinstance(original, GgufView):
+        return reencode.checks_of_restored([*rest, *original.biases(model.tensors)], original.restored, settings)
     sources = decodable(original.tensors, original.config)
     sources = sources if settings.adapter is None else settings.adapter.attach(sources, original.config)
     layers = [*expert_stacks(sources, original.config).values()]

@@ -588,6 +588,7 @@ def test_experts_must_be_complete_and_alike(tmp_path: Path) -> None:
         convert(root, tmp_path / "o.gguf")
 
 
+WORKAROUND = "or write a GGUF file of the unquantized model with convert_hf_to_gguf.py of llama.cpp"
 CHANGES: list[tuple[dict[str, Any], str]] = [
     ({"normalizer": {"type": "Lowercase"}}, "normalizer Lowercase"),
     ({"pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False}}, "splits ['ByteLevel'] by None"),
@@ -601,8 +602,9 @@ def test_other_tokenizers_are_refused(tmp_path: Path) -> None:
     root = made(tmp_path, "Qwen3")
     for changes, why in CHANGES:
         llama_cpp.byte_pairs(root, "qwen2", **changes)
-        with refused(why):
+        with refused(why) as raised:
             convert(root, tmp_path / "o.gguf")
+        assert WORKAROUND in str(raised.value)
     llama_cpp.byte_pairs(root, "qwen2")
     content = json.loads((root / "tokenizer.json").read_text())
     for key, value in (("ignore_merges", True), ("byte_fallback", True)):
@@ -611,7 +613,7 @@ def test_other_tokenizers_are_refused(tmp_path: Path) -> None:
         with refused("is of a kind that is not known to fp4kit"):
             convert(root, tmp_path / "o.gguf")
     (root / "tokenizer.json").unlink()
-    with refused("has no tokenizer.json and no tokenizer.model; copy the tokenizer of the model"):
+    with refused(f"has no tokenizer.json and no tokenizer.model; copy the tokenizer of the model, {WORKAROUND}"):
         convert(root, tmp_path / "o.gguf")
 
 
@@ -632,8 +634,9 @@ def test_other_sentencepiece_models_are_refused(changes: dict[str, bytes], why: 
     fields = {"trainer": b"\x12", "normalizer": b"\x1a"}
     more = b"".join(fields[k] + bytes([len(v)]) + v if k in fields else v for k, v in changes.items())
     path.write_bytes(path.read_bytes() + more)  # a later field of a protocol buffer replaces an earlier one
-    with refused(why):
+    with refused(why) as raised:
         convert(root, tmp_path / "o.gguf")
+    assert WORKAROUND in str(raised.value)
 
 
 def test_requests_that_do_not_fit_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -690,7 +693,7 @@ def test_the_command_line_writes_gguf_files(tmp_path: Path, capsys: pytest.Captu
     assert "NVFP4" in capsys.readouterr().out and not (tmp_path / "o.gguf").exists()
     assert main(["convert", str(root), str(tmp_path / "o.gguf")]) == 0
     text = " ".join(capsys.readouterr().out.split())
-    assert f"next: fp4kit compare {root} {tmp_path / 'o.gguf'}" in text and "serve: llama-server -m" in text
+    assert f"next: fp4kit verify {tmp_path / 'o.gguf'} --source {root}" in text and "serve: llama-server -m" in text
 
 
 def test_the_recipe_of_an_engine(tmp_path: Path) -> None:
