@@ -170,27 +170,34 @@ def _print_comparison(out: Output, comparison: CheckpointComparison) -> None:
     parts = {name for layer in quantized_in_one for name in layer.tensors}
     listed = [d for d in comparison.tensors if d.name not in parts]
     # Tensors that only one checkpoint has share a row, if their last names and dtypes are equal.
-    alike: dict[tuple[str, ...], list[TensorDifference]] = defaultdict(list)
+    by_name: dict[tuple[str, ...], list[TensorDifference]] = defaultdict(list)
     for d in listed:
         is_alone = d.kind in ("missing", "extra")
-        alike[("*." + d.name.rpartition(".")[2], d.kind, d.detail.split(" ")[0]) if is_alone else (d.name,)].append(d)
+        by_name[("*." + d.name.rpartition(".")[2], d.kind, d.detail.split(" ")[0]) if is_alone else (d.name,)].append(d)
     shared = [
         (f"{shown(key[0])} ({len(ds)} tensors)", *key[1:])
         if len(ds) > 1
         else (shown(ds[0].name), ds[0].kind, ds[0].detail)
-        for key, ds in alike.items()
+        for key, ds in by_name.items()
     ]
     out.table(("tensor", "difference", "detail"), shared)
-    if any(len(ds) > 1 for ds in alike.values()):
+    if any(len(ds) > 1 for ds in by_name.values()):
         out.line("missing: only A has it; extra: only B has it; --json lists every name")
     columns = {"#codes": "{codes} of {elements}", "#scales": "{scales}", "#values": "{values}", "tensor scales": "{of}"}
-    layers = [{**vars(layer), "of": _tensor_scales(layer)} for layer in comparison.layers if layer.codes is not None]
+    both = [one for one in comparison.layers if one.codes is not None and (one.differs or not comparison.paired)]
+    layers = [{**vars(layer), "of": _tensor_scales(layer)} for layer in both]
     out.records(layers, {"quantized layer": "{name}", **columns, "#SQNR dB": "{sqnr_db:.2f}"})
-    decoded = [x for x in comparison.layers if x.codes == x.scales == 0 != x.values and _tensor_scales(x) == "same"]
-    if decoded:
-        out.line(
-            f"values alone differ in {counted(len(decoded), 'layer')}: the recipes of A and B decode in other orders"
-        )
+    alike = [x for x in comparison.layers if x.codes is not None and x.values and not x.differs]
+    where = "in {} with equal codes and scales".format
+    if zeros := [x for x in alike if x.zeros]:
+        text = f"{counted(sum(x.zeros for x in zeros), 'zero')} of other sign, {where(counted(len(zeros), 'layer'))}"
+        out.line(f"{text}: A or B decodes the code of -0 as +0, as llama.cpp does")
+    if rounded := [x for x in alike if x.values > x.zeros]:
+        values, least = sum(x.values - x.zeros for x in rounded), min(x.sqnr_db for x in rounded)
+        text = f"{counted(values, 'other value')}, {where(counted(len(rounded), 'layer'))}"
+        out.line(f"{text} (SQNR at least {least:.0f} dB): A and B decode by other arithmetic")
+    if comparison.paired:
+        out.line("not compared: config.json and the metadata of the GGUF file, except the numbers of layers and heads")
     columns = {"layer quantized in one": "{name}", "#values": "{elements}", "#SQNR dB": "{sqnr_db:.2f}"}
     out.records(map(vars, quantized_in_one), columns)
     if len(listed) < len(comparison.tensors):

@@ -4,7 +4,7 @@ signal-to-noise ratio of quantization in decibels.
 
 Tensors are compared by name: presence, dtype, shape and bytes. If a layer is quantized in at least one checkpoint, its
 codes, scales and decoded values are compared as well, and the SQNR is computed. ``compare_configs.py`` compares configs
-and metadata. Between a model directory and a GGUF file, layers correspond by llama.cpp's names (``gguf_pairs.py``).
+and metadata. Between a model directory and a GGUF file, layers correspond by llama.cpp's names (``gguf_pairs``).
 """
 
 from __future__ import annotations
@@ -22,14 +22,16 @@ import numpy as np
 from fp4kit.arguments import explains_calls
 from fp4kit.arithmetic import ieee
 from fp4kit.checkpoint.containers.config_entries import REFUSED, Item
-from fp4kit.checkpoint.containers.table import CT_NVFP4, GGUF_NVFP4
+from fp4kit.checkpoint.containers.table import CODES, CT_NVFP4, GGUF_NVFP4, INPUT_SCALE, SCALES, TENSOR_SCALE
 from fp4kit.checkpoint.model.inspect import Checkpoint, inspect_checkpoint, natural_order
 from fp4kit.checkpoint.model.model_files import CONFIG, HF_QUANT_CONFIG, open_source
-from fp4kit.checkpoint.model.slabs import Readers, codes_of, row_chunks, tensor_scale_of, values_of
+from fp4kit.checkpoint.model.slabs import Readers, codes_of, row_chunks, scalar_of, tensor_scale_of, values_of
 from fp4kit.checkpoint.model.statistics import sqnr_db
 from fp4kit.checkpoint.model.transforms import Origin, origins, resolved
-from fp4kit.checkpoint.model.weights import Rows
+from fp4kit.checkpoint.model.weights import Rows, Weight
+from fp4kit.checkpoint.plan.gguf_model import generated_tensors
 from fp4kit.checkpoint.plan.other_models import GgufNames, in_closest_order
+from fp4kit.checkpoint.selection.names import HEADS, config_of
 from fp4kit.storage.files import FLOAT_DTYPES, CheckpointError, TensorEntry, counted, listed
 from fp4kit.storage.gguf_file import SPLIT_KEYS, GgufFile, is_gguf
 
@@ -57,6 +59,8 @@ class LayerDifference:
     elements: the number of elements of the layer.
     codes, scales: the number of codes and block scales that differ; None if the layer is unquantized in a or b.
     values: the number of decoded values whose float32 bits differ.
+    zeros: how many of these values are zeros that differ only in sign. llama.cpp decodes the code of -0 as +0.
+    factors: True if more than codes and scales decides about the values, such as factors per column or a rotation.
     tensor_scales: the tensor scales in a and in b, as multipliers on decode; None where there is no tensor scale.
     sqnr_db: the SQNR in decibels of the values in b, with the values in a as the signal; infinity if no value differs.
     tensors: the names of the tensors that hold the layer in a, then in b.
@@ -70,6 +74,16 @@ class LayerDifference:
     tensor_scales: tuple[float | None, float | None]
     sqnr_db: float
     tensors: tuple[str, ...] = ()
+    zeros: int = 0
+    factors: bool = False
+
+    @property
+    def differs(self) -> bool:
+        """True if what is stored differs: codes or scales, or values if codes and scales do not determine them."""
+        if self.codes is None:
+            return bool(self.values)
+        is_stored = bool(self.codes or self.scales) or self.tensor_scales[0] != self.tensor_scales[1]
+        return is_stored or (self.factors and self.values > self.zeros)
 
 
 @dataclass(frozen=True)
@@ -78,10 +92,13 @@ class CheckpointComparison:
 
     same: the number of tensors that are equal in dtype, shape and every byte. Between a model directory and a GGUF
         file, layers and norms with equal values count too.
-    tensors, layers, configs: the differences; each is empty if there are none.
+    tensors, configs: the differences; each is empty if there are none.
+    layers: the quantized layers that differ. Between a model directory and a GGUF file, all quantized layers.
     refused: the tensors, config keys and metadata entries of a or b that fp4kit does not know. If there are any, no
         layer is decoded, and ``layers`` is empty.
     quantized: the number of layers that both have and at least one has quantized; 0 if there are refused entries.
+    paired: True between a model directory and a GGUF file. Of config.json and the metadata, only the numbers of layers
+        and heads are compared then.
     """
 
     same: int
@@ -90,6 +107,7 @@ class CheckpointComparison:
     configs: tuple[ConfigDifference, ...] = ()
     refused: tuple[Item, ...] = ()
     quantized: int = 0
+    paired: bool = False
 
     def __bool__(self) -> bool:
         """Return ``equal``."""
@@ -103,23 +121,35 @@ class CheckpointComparison:
     def verdict(self) -> str:
         """The result in one line, such as "different: codes in 2, values in 31, of 37 quantized layers; ..."."""
         same, configs = f"{self.same} tensors are the same", len(self.configs)
+        both, zeros = [layer for layer in self.layers if layer.codes is not None], sum(x.zeros for x in self.layers)
+        signs = f"; {counted(zeros, 'zero')} differ{'s' * (zeros == 1)} in sign" if zeros else ""
+        if self.equal and self.paired:
+            rounded = sum(x.values - x.zeros for x in both)
+            signs += f"; {counted(rounded, 'value')} decoded by other arithmetic" if rounded else ""
+            return f"{same}; equal codes and scales in {counted(self.quantized, 'quantized layer')}{signs}; equal"
         if self.equal:
             return f"{same}, and so are configs and metadata; equal"
-        both = [layer for layer in self.layers if layer.codes is not None]
         names = ("codes", "block scales", "tensor scales", "values")
-        rows = [(x.codes, x.scales, x.tensor_scales[0] != x.tensor_scales[1], x.values) for x in both]
+        rows = [(x.codes, x.scales, x.tensor_scales[0] != x.tensor_scales[1], x.values - x.zeros) for x in both]
         counts = [sum(map(bool, column)) for column in zip(*rows, strict=True)]
         found = ", ".join(f"{name} in {count}" for name, count in zip(names, counts, strict=False) if count)
         found += f", of {counted(self.quantized, 'quantized layer')}; " * bool(found)
         in_one = len(self.layers) - len(both)
         found += f"{counted(in_one, 'layer')} quantized in one only; " * bool(in_one)
-        entries = f"entries of configs and metadata: {f'{configs} differ' if configs else 'all the same'}"
-        return f"different: {found}{same}; {len(self.tensors)} differ; {entries}"
+        what = "numbers of layers and heads" if self.paired else "entries of configs and metadata"
+        entries = f"{what}: {f'{configs} differ' if configs else 'all the same'}"
+        return f"different: {found}{same}; {len(self.tensors)} differ{signs}; {entries}"
 
     @property
     def equal(self) -> bool:
-        """True if all tensors, configs and metadata of a and b are equal. ``refused`` does not matter."""
-        return not self.tensors and not self.configs
+        """True if all tensors, configs and metadata of a and b are equal. ``refused`` does not matter.
+
+        Between a model directory and a GGUF file: if all codes, scales and unquantized values are equal, and the
+        numbers of layers and heads. The signs of zeros and the rounding on decode, which follow from the format, do
+        not matter.
+        """
+        is_stored_alike = not self.paired or not any(layer.differs for layer in self.layers)
+        return not self.tensors and not self.configs and is_stored_alike
 
 
 @explains_calls
@@ -157,19 +187,22 @@ def compare_checkpoints(
             layers = _shared_layers(shared, differences, readers)
             quantized = len(layers)
             same += len(shared) - len(layers) - sum(d.kind == "values" for d in differences)
-            for name, one, other, count in differing_norms(a, b, readers):
+            for name, one, other, count in differing_vectors(a, b, readers):
                 differences = [difference for difference in differences if difference.name not in (one, other)]
                 if count:
                     differences.append(TensorDifference(name, "values", f"{count} values differ"))
                 else:
                     same += 1
+            differences += _differing_input_scales(shared, readers)
         else:
             changed = {difference.name for difference in differences}
             pairs = [] if refused else list(_quantized_layers(left, right))
             quantized = len(pairs)
             differ = (pair for pair in pairs if not changed.isdisjoint((*pair[1].names, *pair[2].names)))
             layers = [_layer_difference(*pair, readers) for pair in differ]
-    return CheckpointComparison(same, tuple(differences), tuple(layers), configs, refused, quantized)
+    return CheckpointComparison(
+        same, tuple(differences), tuple(layers), configs, refused, quantized, is_paired(left, right)
+    )
 
 
 def _shared_layers(
@@ -187,6 +220,18 @@ def _shared_layers(
             detail = f"{layer.values} of {layer.elements} values differ"
             differences.append(TensorDifference(layer.name, "values", detail))
     return layers
+
+
+def _differing_input_scales(pairs: list[tuple[str, Origin, Origin]], readers: Readers) -> Iterator[TensorDifference]:
+    for name, *sides in pairs:
+        found = []
+        for one, expert, _ in ((side.weight, side.expert, side.span) for side in sides):
+            rows = one.members[0] if one.members else Rows(one, expert, (0, 0))
+            has_scale = INPUT_SCALE in rows.weight.parts
+            scale = scalar_of(readers, rows.weight, INPUT_SCALE, rows.expert) if has_scale else None
+            found.append(np.float32(1) / scale if scale is not None and rows.weight.form.divides else scale)
+        if found[0] != found[1]:
+            yield TensorDifference(name, "values", f"input scales {found[0]} and {found[1]}")
 
 
 def _header_difference(name: str, left: Checkpoint, right: Checkpoint) -> TensorDifference | None:
@@ -238,7 +283,7 @@ def _layer_difference(name: str, a: Origin, b: Origin, readers: Readers) -> Laye
     form, other = a.weight.container, b.weight.container
     height = max((one.block[0] for one in (form, other) if one is not None), default=1)
     codes = scales = None
-    values, signal, noise = 0, 0.0, 0.0
+    values, zeros, signal, noise = 0, 0, 0.0, 0.0
     for rows in row_chunks(*a.shape, height):
         left: Any = a.slab(readers, rows)
         right: Any = b.slab(readers, rows)
@@ -249,15 +294,18 @@ def _layer_difference(name: str, a: Origin, b: Origin, readers: Readers) -> Laye
             codes = (codes or 0) + (x.size if pair is None else int(np.count_nonzero(pair[0] != pair[1])))
             alike = form.scale == other.scale and left.scales.shape == right.scales.shape
             scales = (scales or 0) + int(np.count_nonzero(left.scales != right.scales) if alike else left.scales.size)
-        values += int(np.count_nonzero(x.view(np.uint32) != y.view(np.uint32)))
+        unequal = x.view(np.uint32) != y.view(np.uint32)
+        values += int(np.count_nonzero(unequal))
+        zeros += int(np.count_nonzero(unequal & (x == 0) & (y == 0)))
         wide = x.astype(np.float64)
         signal += float(np.sum(wide**2))
         with np.errstate(invalid="ignore"):  # inf - inf is NaN, if both values are infinite
             noise += float(np.sum((wide - y) ** 2))
     one, two = (tensor_scale_of(readers, origin.weight, origin.expert) for origin in (a, b))
     tensor_scales = None if one is None else float(one), None if two is None else float(two)
-    names = (*a.names, *b.names)
-    return LayerDifference(name, prod(a.shape), codes, scales, values, tensor_scales, sqnr_db(signal, noise), names)
+    factors = any(o.weight.rotation or {*o.weight.parts} - {CODES, SCALES, TENSOR_SCALE, INPUT_SCALE} for o in (a, b))
+    found = codes, scales, values, tensor_scales, sqnr_db(signal, noise), (*a.names, *b.names), zeros, factors
+    return LayerDifference(name, prod(a.shape), *found)
 
 
 METADATA = "__metadata__"
@@ -290,6 +338,11 @@ class ConfigDifference:
         return f"{brief(self.a)} and {brief(self.b)}"
 
 
+def is_paired(left: Checkpoint, right: Checkpoint) -> bool:
+    """Return whether only one of two checkpoints is a GGUF file, so that names and configs correspond by llama.cpp."""
+    return is_gguf(left.root) != is_gguf(right.root)
+
+
 def compare_configs(left: Checkpoint, right: Checkpoint) -> tuple[ConfigDifference, ...]:
     """Return the differences between the configs and the metadata of two checkpoints, a (left) and b (right)."""
     try:
@@ -302,6 +355,11 @@ def compare_configs(left: Checkpoint, right: Checkpoint) -> tuple[ConfigDifferen
 
 def _differences(left: Checkpoint, right: Checkpoint) -> Iterator[ConfigDifference]:
     """Yield the differences of config.json, of hf_quant_config.json and of the metadata, in this order."""
+    if is_paired(left, right):
+        both = [config_of(one.files[0].metadata) if is_gguf(one.root) else one.config or {} for one in (left, right)]
+        keys = [key for key in ("num_hidden_layers", *HEADS.values()) if None not in [one.get(key) for one in both]]
+        yield from _of_objects(CONFIG, "", *({key: one[key] for key in keys} for one in both))
+        return
     one, other = (model.config if (model.root / CONFIG).is_file() else None for model in (left, right))
     for place, a, b in (
         (CONFIG, one, other),
@@ -402,20 +460,26 @@ def gguf_pairs(a: str | Path, b: str | Path, readers: Readers) -> list[tuple[str
     return found
 
 
-def differing_norms(a: str | Path, b: str | Path, readers: Readers) -> Iterator[tuple[str, str, str, int]]:
-    """Yield (name in the directory, name in a, name in b, number of values that differ) for the norms that both
-    have.
+def differing_vectors(a: str | Path, b: str | Path, readers: Readers) -> Iterator[tuple[str, str, str, int]]:
+    """Yield (name in the directory, name in a, name in b, number of values that differ) for the norms and biases that
+    both have, and for the tensors of the file that the config of the directory determines.
     """
     left, right = open_source(Path(a)), open_source(Path(b))
     directory, file = (right, left) if is_gguf(Path(a)) else (left, right)
-    names = GgufNames(file.config, "compare")
+    names, vectors = GgufNames(file.config, "compare"), {}
     for name, (own, entry) in directory.tensors.items():
-        layer = names.of(directory, (name.removesuffix(".weight"), 0))
-        other = f"{layer[0]}.weight" if layer is not None and name.endswith(".weight") else ""
-        if len(entry.shape) != 1 or other not in file.tensors or file.tensors[other][1].shape != entry.shape:
+        module, _, kind = name.rpartition(".")
+        layer = names.of(directory, (module, 0)) if kind in ("weight", "bias") else None
+        if len(entry.shape) == 1 and layer is not None and entry.dtype in FLOAT_DTYPES:
+            x = readers.of(own).read(entry)
+            order = names.order(Weight(module, name, (len(x), 1), None, {}), directory)
+            vectors[f"{layer[0]}.{kind}"] = name, x, order
+    vectors |= {name: (name, x, None) for name, x in generated_tensors(directory).items()}
+    for other, (name, x, order) in vectors.items():
+        place = file.tensors.get(other)
+        if place is None or place[1].shape != x.shape or place[1].dtype not in FLOAT_DTYPES:
             continue
-        found = ((own, entry), file.tensors[other])
-        if all(one.dtype in FLOAT_DTYPES for _, one in found):
-            x, y = (readers.of(place).read(one).astype(np.float32) for place, one in found)
-            pair = (other, name) if directory is right else (name, other)
-            yield name, *pair, int(np.count_nonzero(x.view(np.uint32) != y.view(np.uint32)))
+        y = readers.of(place[0]).read(place[1]).astype(np.float32)
+        bits = [one.view(np.uint32) for one in ([y] if order is None else [y, y[order.sources(len(y))]])]
+        count = min(int(np.count_nonzero(x.astype(np.float32).view(np.uint32) != one)) for one in bits)
+        yield name, *((other, name) if directory is right else (name, other)), count

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,10 @@ from synthetic import refused
 
 import fp4kit
 from fp4kit.checkpoint import Wishes, convert, identify_checkpoint
+from fp4kit.checkpoint.containers.table import GGUF_NVFP4
 from fp4kit.checkpoint.plan.gguf_model import CLASSES
 from fp4kit.checkpoint.plan.scale_search import ScaleSearch
+from fp4kit.checkpoint.verify.compare import LayerDifference, compare_checkpoints
 from fp4kit.checkpoint.verify.verify import VerifyReport, prepare
 from fp4kit.checkpoint.verify.verify import verify_checkpoint as verify
 from fp4kit.cli import main
@@ -73,6 +76,8 @@ def test_every_byte_of_a_new_file_is_compared_with_its_directory(family: str, re
     convert(tmp_path / "q", tmp_path / "q.gguf")
     report = check_clean(tmp_path / "q.gguf", tmp_path / "q")
     assert {layer.action for layer in report.layers} >= {"rename"}
+    found = compare_checkpoints(tmp_path / "q", tmp_path / "q.gguf")
+    assert found and found.equal and found.quantized and not found.configs and not found.tensors, found.verdict
 
 
 @pytest.mark.parametrize("fp8_as", ["bf16", "q8_0", "f32"])
@@ -253,6 +258,49 @@ def test_next_commands_succeed(tmp_path: Path, capsys: pytest.CaptureFixture[str
     step = next_of(step, 1)
     assert step == f"fp4kit identify {changed} --source {root}"
     next_of(step, 1)
+
+
+# Comparisons ----------------------------------------------------------------------------------------------------------
+
+
+def test_what_compare_calls_equal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Signs of zeros and the arithmetic of decoding do not matter, and are counted; codes, scales and counts matter."""
+    root = model(tmp_path)
+    for format in ("modelopt", "compressed-tensors"):
+        path = tmp_path / f"{format}.gguf"
+        convert(root, tmp_path / format, "nvfp4-te", format=format, input_scale=0.75)
+        convert(tmp_path / format, path)
+        values = GGUF_NVFP4.element.values
+        assert values[8] == 0 and np.signbit(values[8])
+        found = compare_checkpoints(tmp_path / format, path)
+        zeros = sum(layer.zeros for layer in found.layers)
+        rounded = sum(layer.values - layer.zeros for layer in found.layers)
+        assert found.equal and zeros > 0 and bool(rounded) == (format == "compressed-tensors")
+        text = f"equal codes and scales in 14 quantized layers; {zeros:,} zeros differ in sign"
+        assert text in found.verdict and found.verdict.endswith("; equal")
+        assert main(["compare", str(path), str(tmp_path / format)]) == 0
+        lines = " ".join(capsys.readouterr().out.split())
+        assert f"{zeros:,} zeros of other sign, in 14 layers with equal codes and scales" in lines
+        assert (f"{rounded:,} other values, in" in lines) == bool(rounded) and "general." not in lines
+        for name, part in (("blk.0.attn_q.weight", "block scales"), ("blk.1.ffn_up.scale", "tensor scales")):
+            found = compare_checkpoints(tmp_path / format, altered(path, {name: flipped(0)}))
+            assert not found.equal and f"different: {part} in 1" in found.verdict
+        assert f"{zeros:,} zeros differ in sign" in found.verdict
+        for name in ("blk.0.ffn_up.input_scale", "blk.1.attn_k.bias", "blk.0.attn_norm.weight", FACTORS):
+            found = compare_checkpoints(tmp_path / format, altered(path, {name: flipped(0)}))
+            assert not found.equal and [one.kind for one in found.tensors] == ["values"], name
+    place = tmp_path / "modelopt" / "config.json"
+    place.write_text(json.dumps({**json.loads(place.read_text()), "num_hidden_layers": 3}))
+    found = compare_checkpoints(tmp_path / "modelopt", tmp_path / "modelopt.gguf")
+    assert [(one.key, one.a, one.b) for one in found.configs] == [("num_hidden_layers", 3, 2)] and not found.equal
+
+
+def test_values_count_if_more_than_codes_and_scales_decides_about_them() -> None:
+    """Factors per column are no part of the codes and scales, so values that differ are a difference then."""
+    layer = LayerDifference("l", 8, 0, 0, 3, (1.0, 1.0), 60.0, (), 3)
+    cases = ({}, {"values": 4, "factors": True}, {"factors": True}, {"codes": 1}, {"scales": 1}, {"codes": None})
+    assert [replace(layer, **one).differs for one in cases] == [False, True, False, True, True, True]
+    assert replace(layer, tensor_scales=(1.0, None)).differs and not replace(layer, values=0, codes=None).differs
 
 
 def test_the_summary_says_what_becomes_of_unquantized_tensors(
