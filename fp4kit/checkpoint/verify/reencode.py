@@ -40,7 +40,7 @@ from fp4kit.checkpoint.identify.run import stored_layer
 from fp4kit.checkpoint.model.doubts import doubt_of
 from fp4kit.checkpoint.model.inspect import inspect_checkpoint
 from fp4kit.checkpoint.model.model_files import Source
-from fp4kit.checkpoint.model.slabs import Readers, Slab, codes_of, slabs, values_of
+from fp4kit.checkpoint.model.slabs import Readers, Slab, codes_of, slabs, tensor_scale_of, values_of
 from fp4kit.checkpoint.model.statistics import StoredCounts, count_nan, sqnr_db, tally, total
 from fp4kit.checkpoint.model.transforms import Counterparts, Origin, TurnedOrigin, decodable, origins, resolved
 from fp4kit.checkpoint.model.weights import Q8_0, Located, Weight, WeightRotation
@@ -217,10 +217,18 @@ class ReencodedLayer:
     doubt: str = ""
 
 
-def checks_of(stored: Iterable[Weight], found: Mapping[tuple[str, int], Origin], settings: Settings) -> Iterator[Check]:
-    """Yield a Check for every matrix that is quantized or was decoded from a quantized source."""
+def checks_of(
+    stored: Iterable[Weight],
+    found: Mapping[tuple[str, int], Origin],
+    settings: Settings,
+    groups: Mapping[str, str] | None = None,
+) -> Iterator[Check]:
+    """Yield a Check for every matrix that is quantized or was decoded from a quantized source.
+
+    groups: layer -> group whose layers share a tensor scale; None to find them by the names of layers.
+    """
     stored = list(stored)
-    groups = fused_groups(stored)
+    groups = fused_groups(stored) if groups is None else groups
     merged = {groups.get(name, "") for (name, _), origin in found.items() if origin.weight.update is not None} - {""}
     number = 0
     for weight in stored:
@@ -265,6 +273,23 @@ def checks_of_restored(stored: Iterable[Weight], layers: Iterable[Restored], set
 def fused_groups(stored: Iterable[Weight]) -> dict[str, str]:
     """Return a dict: layer name -> name of its group."""
     return shared_amax_groups([w.name for w in stored if w.container is not None and w.container.has_tensor_scale])
+
+
+def equal_scale_groups(stored: Iterable[Weight], found: Mapping[tuple[str, int], Origin]) -> dict[str, str]:
+    """Return layer -> group for fused layers, by their names in the source, whose stored tensor scales are equal."""
+    scaled = {w.name: w for w in stored if w.container is not None and w.container.has_tensor_scale}
+    modules = {found[name, 0].weight.tensor.rpartition(".")[0]: name for name in scaled if (name, 0) in found}
+    members: dict[str, list[str]] = defaultdict(list)
+    for module, group in shared_amax_groups(modules).items():
+        members[group].append(modules[module])
+    with Readers() as readers:
+        scales = {
+            name: [str(tensor_scale_of(readers, scaled[name], e)) for e in range(scaled[name].experts)]
+            for names in members.values()
+            for name in names
+        }
+    alike = {group: names for group, names in members.items() if len({(*scales[name],) for name in names}) == 1}
+    return {name: group for group, names in alike.items() for name in names}
 
 
 def _job(

@@ -530,7 +530,10 @@ def _compared_with_source(
         items, matrices = check_model(original, known), frozenset[str]()
     else:
         _, items, matrices = undo(original, known)
-    checks = (*reencode.checks_of(weights, reencode.origins_of(weights, original, rotations, adapter), settings),)
+    made_from = reencode.origins_of(weights, original, rotations, adapter)
+    # GGUF files are written with scales of their own, and with those of a directory, in which fused layers share them.
+    groups = reencode.equal_scale_groups(weights, made_from) if view else None
+    checks = (*reencode.checks_of(weights, made_from, settings, groups),)
     checks += (*_restored(model, original, settings, {check.stored.name for check in checks}),)
     transposed = reencode.transposed_from(weights, original)
     made = {part.entry.name for check in checks for part in check.stored.parts.values()}
