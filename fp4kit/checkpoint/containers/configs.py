@@ -5,9 +5,11 @@ layers that loaders must treat as unquantized. A config group describes the laye
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
 
 from fp4kit import __version__
 from fp4kit.checkpoint.containers import table
@@ -543,3 +545,70 @@ def config_findings(
     has_fp8_cache |= _section(nested, "quantization").get("kv_cache_quant_algo") == "FP8"
     if has_fp8_cache and not any(name.endswith((".k_scale", ".v_scale")) for name in tensors):
         yield finding("vLLM", "warning", _CONFIG, "an FP8 KV cache is declared, but no k_scale or v_scale is stored")
+
+
+# Compare configs -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ConfigDifference:
+    """One entry of a config or of metadata that differs between checkpoints a and b.
+
+    place: the name of the config file. For metadata, it is ``__metadata__``, followed by the files that differ. The
+        files are left out if the names of the files differ between a and b.
+    key: the key of the entry; ``outer.inner`` in nested objects; "" if the whole file is missing.
+    kind: "missing" (only in a), "extra" (only in b) or "value".
+    a, b: the values of the entry; None where it does not exist.
+    """
+
+    place: str
+    key: str
+    kind: Literal["missing", "extra", "value"]
+    a: Any = None
+    b: Any = None
+
+    @property
+    def detail(self) -> str:
+        """A short text that says what differs."""
+        if self.kind != "value":
+            return _brief(self.a if self.kind == "missing" else self.b)
+        if isinstance(self.a, list) and isinstance(self.b, list):
+            return _entries(self.a, self.b)
+        return f"{_brief(self.a)} and {_brief(self.b)}"
+
+
+def differences_of(place: str, prefix: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[ConfigDifference]:
+    """Yield the differences of two JSON objects, in the order of their keys."""
+    for name in sorted({*a, *b}):
+        key = f"{prefix}{name}"
+        if name not in b:
+            yield ConfigDifference(place, key, "missing", a=a[name])
+        elif name not in a:
+            yield ConfigDifference(place, key, "extra", b=b[name])
+        elif isinstance(a[name], dict) and isinstance(b[name], dict):
+            yield from differences_of(place, f"{key}.", a[name], b[name])
+        elif _text(a[name]) != _text(b[name]):
+            yield ConfigDifference(place, key, "value", a[name], b[name])
+
+
+def _text(value: Any) -> str:
+    """Return a value as JSON text with sorted keys. Values with equal texts are equal in type and content."""
+    return json.dumps(value, sort_keys=True)
+
+
+def _brief(value: Any) -> str:
+    """Return a value as JSON text, or "N entries" for an object or list whose JSON text is over 40 characters long."""
+    # Strings and numbers are never shortened.
+    if isinstance(value, (dict, list)) and len(_text(value)) > 40:
+        return f"{len(value)} entries"
+    return _text(value)
+
+
+def _entries(a: list[Any], b: list[Any]) -> str:
+    """Describe the difference of two lists as text: how many entries only one of them has, with an example."""
+    one, other = ([_text(value) for value in values] for values in (a, b))
+    only_a, only_b = sorted(set(one) - set(other)), sorted(set(other) - set(one))
+    if not only_a and not only_b:
+        return f"{len(a)} and {len(b)} entries, which differ in number or order"
+    parts = ((only_a, "only in a"), (only_b, "only in b"))
+    return "; ".join(f"{len(names)} entries {where}, such as {names[0]}" for names, where in parts if names)

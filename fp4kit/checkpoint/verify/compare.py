@@ -9,19 +9,19 @@ and metadata. Between a model directory and a GGUF file, layers correspond by ll
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from fp4kit.arguments import explains_calls
 from fp4kit.arithmetic import ieee
 from fp4kit.checkpoint.containers.config_entries import REFUSED, Item
+from fp4kit.checkpoint.containers.configs import ConfigDifference, differences_of
 from fp4kit.checkpoint.containers.table import CODES, CT_NVFP4, GGUF_NVFP4, INPUT_SCALE, SCALES, TENSOR_SCALE
 from fp4kit.checkpoint.model.inspect import Checkpoint, inspect_checkpoint, natural_order
 from fp4kit.checkpoint.model.model_files import CONFIG, HF_QUANT_CONFIG, open_source
@@ -311,33 +311,6 @@ def _layer_difference(name: str, a: Origin, b: Origin, readers: Readers) -> Laye
 METADATA = "__metadata__"
 
 
-@dataclass(frozen=True)
-class ConfigDifference:
-    """One entry of a config or of metadata that differs between checkpoints a and b.
-
-    place: the name of the config file. For metadata, it is ``__metadata__``, followed by the files that differ. The
-        files are left out if the names of the files differ between a and b.
-    key: the key of the entry; ``outer.inner`` in nested objects; "" if the whole file is missing.
-    kind: "missing" (only in a), "extra" (only in b) or "value".
-    a, b: the values of the entry; None where it does not exist.
-    """
-
-    place: str
-    key: str
-    kind: Literal["missing", "extra", "value"]
-    a: Any = None
-    b: Any = None
-
-    @property
-    def detail(self) -> str:
-        """A short text that says what differs."""
-        if self.kind != "value":
-            return brief(self.a if self.kind == "missing" else self.b)
-        if isinstance(self.a, list) and isinstance(self.b, list):
-            return _entries(self.a, self.b)
-        return f"{brief(self.a)} and {brief(self.b)}"
-
-
 def is_paired(left: Checkpoint, right: Checkpoint) -> bool:
     """Return whether only one of two checkpoints is a GGUF file, so that names and configs correspond by llama.cpp."""
     return is_gguf(left.root) != is_gguf(right.root)
@@ -358,7 +331,7 @@ def _differences(left: Checkpoint, right: Checkpoint) -> Iterator[ConfigDifferen
     if is_paired(left, right):
         both = [config_of(one.files[0].metadata) if is_gguf(one.root) else one.config or {} for one in (left, right)]
         keys = [key for key in ("num_hidden_layers", *HEADS.values()) if None not in [one.get(key) for one in both]]
-        yield from _of_objects(CONFIG, "", *({key: one[key] for key in keys} for one in both))
+        yield from differences_of(CONFIG, "", *({key: one[key] for key in keys} for one in both))
         return
     one, other = (model.config if (model.root / CONFIG).is_file() else None for model in (left, right))
     for place, a, b in (
@@ -397,43 +370,6 @@ def _merged(checkpoint: Checkpoint) -> dict[str, Any]:
             if not (is_gguf and key in SPLIT_KEYS):
                 found.setdefault(key, set()).add(value)
     return {key: values.pop() if len(values) == 1 else sorted(values) for key, values in found.items()}
-
-
-def differences_of(place: str, prefix: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[ConfigDifference]:
-    """Yield the differences of two JSON objects, in the order of their keys."""
-    for name in sorted({*a, *b}):
-        key = f"{prefix}{name}"
-        if name not in b:
-            yield ConfigDifference(place, key, "missing", a=a[name])
-        elif name not in a:
-            yield ConfigDifference(place, key, "extra", b=b[name])
-        elif isinstance(a[name], dict) and isinstance(b[name], dict):
-            yield from differences_of(place, f"{key}.", a[name], b[name])
-        elif _text(a[name]) != _text(b[name]):
-            yield ConfigDifference(place, key, "value", a[name], b[name])
-
-
-def _text(value: Any) -> str:
-    """Return a value as JSON text with sorted keys. Values with equal texts are equal in type and content."""
-    return json.dumps(value, sort_keys=True)
-
-
-def brief(value: Any) -> str:
-    """Return a value as JSON text, or "N entries" for an object or list whose JSON text is over 40 characters long."""
-    # Strings and numbers are never shortened.
-    if isinstance(value, (dict, list)) and len(_text(value)) > 40:
-        return f"{len(value)} entries"
-    return _text(value)
-
-
-def _entries(a: list[Any], b: list[Any]) -> str:
-    """Describe the difference of two lists as text: how many entries only one of them has, with an example."""
-    one, other = ([_text(value) for value in values] for values in (a, b))
-    only_a, only_b = sorted(set(one) - set(other)), sorted(set(other) - set(one))
-    if not only_a and not only_b:
-        return f"{len(a)} and {len(b)} entries, which differ in number or order"
-    parts = ((only_a, "only in a"), (only_b, "only in b"))
-    return "; ".join(f"{len(names)} entries {where}, such as {names[0]}" for names, where in parts if names)
 
 
 def gguf_pairs(a: str | Path, b: str | Path, readers: Readers) -> list[tuple[str, Origin, Origin]] | None:

@@ -15,6 +15,8 @@ from typing import Any
 
 from fp4kit.arguments import as_index, explains_calls
 from fp4kit.checkpoint import findings
+from fp4kit.checkpoint.containers.config_entries import brief
+from fp4kit.checkpoint.containers.configs import differences_of
 from fp4kit.checkpoint.containers.engines import Issue
 from fp4kit.checkpoint.containers.table import CODES, INPUT_SCALE, SCALES, TENSOR_SCALE, VALUES, container
 from fp4kit.checkpoint.convert.job import DEQUANTIZE, RENAME
@@ -45,7 +47,6 @@ from fp4kit.checkpoint.plan.scale_search import RECORDED, Activations, ScaleSear
 from fp4kit.checkpoint.plan.source_layers import expert_stacks, is_split, split_layers
 from fp4kit.checkpoint.selection.names import PATTERNS, RECIPE, first_match
 from fp4kit.checkpoint.verify import reencode
-from fp4kit.checkpoint.verify.compare import brief, differences_of
 from fp4kit.checkpoint.verify.reencode import Check, Difference, ReencodedLayer, Settings, Smoothing
 from fp4kit.cpu.library import num_threads
 from fp4kit.lazy import lazy_property
