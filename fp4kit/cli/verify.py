@@ -33,7 +33,7 @@ from fp4kit.cli.conversion_summary import verified_serve_command
 from fp4kit.cli.convert import WHERE, activations_of, devices_of, flags_of, recipes_of
 from fp4kit.cli.output import Output, shape_text
 from fp4kit.contract.compare_layer import COLUMNS, Parity
-from fp4kit.contract.engines import Serving, serving_of, servings
+from fp4kit.contract.engines import Serving, decoding_of, serving_differences, serving_of, servings
 from fp4kit.contract.parity import parity
 from fp4kit.contract.schema import Contract
 from fp4kit.recipes import name_for_inputs
@@ -267,23 +267,33 @@ def _contract(args: argparse.Namespace, out: Output) -> int:
         _check_page("--out", args.out, args.path)
         found.save(args.out)
     facts = {} if row is None else {**_serving_row(row), "loads": dict(_loads(row))}
-    out.lines(map(shown, str(found).splitlines()))
+    has_codes = stored is not None and Path(args.path).suffix != ".json"
+    lines = str(found).splitlines()
+    if row is not None and stored is not None and has_codes and stored.weights is not None:
+        lines[0] = f"weights: the stored codes of {stored.weights.title}"
+    out.lines(map(shown, lines))
     if row is None and "served_dtype" in found.unknown:
         out.line("served_dtype and unit depend on the engine: name it by --engine and --scheme (--list shows all)")
     out.lines(f"{name}: {facts[name]}" for name in ("version", "device", "product", "evidence", "needs") if facts)
     out.lines(f"{families}: {status}" for families, status in facts.get("loads", {}).items())
-    differences = None if row is None or stored is None else stored.diff(found).differences
-    if differences is not None:
-        out.line()
-        out.line("where the stored contract and the engine differ:" if differences else "nothing stated differs")
-        out.lines(map(shown, differences))
     misfit = ""
     if row is not None and stored is not None and Path(args.path).is_dir():
         model, is_static = inspect_checkpoint(args.path), stored.input_scales == "static"
         misfit = requirements.misfit_of(row, stored.container, is_static, model.config or {}, model.layers)
+    differences, decoding = None, ""
+    if row is not None and stored is not None:
+        differences = serving_differences(stored, row) if has_codes else stored.diff(found).differences
+        decoding = decoding_of(stored, row) if has_codes and not misfit else ""
+        out.line()
+        out.lines([decoding] if decoding else [])
+        same = [] if has_codes else ["nothing stated differs"]
+        out.lines(["where the stored contract and the engine differ:"] if differences else same)
+        out.lines(map(shown, differences))
     out.lines([f"error: this checkpoint cannot be served so: {shown(misfit)}"] if misfit else [])
     body = {"contract": found.as_data(), "serving": facts or None}
-    out.document("contract/1", {**body, "differences": differences, "error": misfit or None})
+    out.document(
+        "contract/1", {**body, "differences": differences, "decoding": decoding or None, "error": misfit or None}
+    )
     return DIFFERENT if misfit else DONE
 
 

@@ -44,6 +44,16 @@ class Engine(NamedTuple):
     computes: tuple[Way, ...] = ()
     further: str = ""
 
+    @property
+    def load_rows(self) -> list[tuple[list[str], list[str], str, str, str]]:
+        """The rows of ``loads``: (names of containers, families, status, how it is known, note)."""
+        rows = []
+        for row in self.loads.strip().splitlines():
+            names, families, status, how, note = (cell.strip() for cell in row.split("|"))
+            containers = [CONTAINERS.get(name, name) for name in names.split()]
+            rows.append((containers, families.split(), status, how, NOTES.get(note, note)))
+        return rows
+
 
 SPLIT_EXPERTS = "the engine reads these experts only as stacks, and leaves separate experts at random values"
 _NAMES_TESTED = (

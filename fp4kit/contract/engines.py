@@ -16,6 +16,7 @@ from fp4kit.arguments import as_word
 from fp4kit.contract.engine_table import CONTAINERS, ENGINES, TORCH
 from fp4kit.contract.schema import Contract, ServedDtype
 from fp4kit.recipes import Recipe, recipe
+from fp4kit.storage.files import listed
 from fp4kit.units import ENGINE_ORDERS, UNITS, Unit
 
 Evidence = Literal["live", "recorded", "derived"]
@@ -192,18 +193,17 @@ def serving_of(op: str, engine: Any, scheme: Any, route: Any = None, format: Any
     engine = as_word(op, "engine", engine)
     rows = [row for row in servings() if row.engine.lower() == engine.lower()]
     if not rows:
-        raise ValueError(f"{op}: engine is {engine!r:.60}; {_one_of((row.engine for row in servings()), engine)}")
+        only_loads = any(one.name.lower() == engine.lower() for one in ENGINES)
+        why = "how it multiplies is not known to fp4kit; " * only_loads
+        needed = _one_of((row.engine for row in servings()), "" if only_loads else engine)
+        raise ValueError(f"{op}: engine is {engine!r:.60}; {why}{needed}")
     schemes = [row.scheme for row in rows]
     if scheme is None:
         raise ValueError(f"{op}: engine={rows[0].engine!r} needs a scheme too; {_one_of(schemes)}")
     scheme = as_word(op, "scheme", scheme)
     found = [row for row in rows if row.scheme == scheme.lower()]
     if not found:
-        elsewhere = dict.fromkeys(row.engine for row in servings() if row.scheme == scheme.lower())
-        others = f"; {', '.join(elsewhere)} {'has' if len(elsewhere) == 1 else 'have'} it" if elsewhere else ""
-        wrong = f"{op}: scheme is {scheme!r:.60}; {rows[0].engine}"
-        way_out = "; for a scheme that is not known, name the recipe and the format of the checkpoint instead"
-        raise ValueError(f"{wrong} {_one_of(schemes, scheme)}{others}{way_out}")
+        raise ValueError(f"{op}: scheme is {scheme!r:.60}; {_unknown_scheme(op, rows[0].engine, schemes, scheme)}")
     for name, given in (("route", route), ("format", format)):
         if given is not None:
             known = [getattr(row, name) or "" for row in found]
@@ -211,6 +211,53 @@ def serving_of(op: str, engine: Any, scheme: Any, route: Any = None, format: Any
             if not found:
                 raise ValueError(f"{op}: {name} is {given!r:.60}; {rows[0].engine} {scheme} {_one_of(known)}")
     return found[0]
+
+
+_WITHOUT_RECIPE = ("contract", "serving")  # operations that take no recipe in place of an engine
+
+
+def _unknown_scheme(op: str, engine: str, schemes: Iterable[str], scheme: str) -> str:
+    others = [row for row in servings() if row.scheme == scheme.lower()]
+    way_out = "; or name the recipe and the format of the checkpoint instead" * (op not in _WITHOUT_RECIPE)
+    loaded = _loaded(engine) & {row.container for row in others}
+    if loaded:
+        known = dict.fromkeys(f"{row.engine} {row.scheme}" for row in others if row.container in loaded)
+        return (
+            f"{engine} loads such checkpoints ({', '.join(sorted(loaded))}), but how it multiplies {scheme} is not"
+            f" known to fp4kit; it can describe {listed([*known])} for them{way_out}"
+        )
+    elsewhere = dict.fromkeys(row.engine for row in others)
+    have = f"; {', '.join(elsewhere)} {'has' if len(elsewhere) == 1 else 'have'} it" if elsewhere else ""
+    return f"{engine} {_one_of(schemes, '' if others else scheme)}{have}{way_out}"
+
+
+@cache
+def _loaded(engine: str) -> frozenset[str]:
+    rows = next(one for one in ENGINES if one.name == engine).load_rows
+    return frozenset(name for names, _, status, _, _ in rows if status == "loads" for name in names)
+
+
+def decoding_of(stored: Contract, row: Serving) -> str:
+    """Return a sentence that says whether an engine decodes the codes of a checkpoint as their contract says."""
+    rule = row.loaded.decode_rule
+    recipes = [one for one in (stored.weights, *(one for _, one in stored.patterns)) if one is not None]
+    if not recipes:
+        return f"the engine decodes these codes by the rule {rule}; the contract does not say how"
+    others = dict.fromkeys(one.decode_rule for one in recipes if one.decode_rule != rule)
+    if not others:
+        return "the engine decodes these codes as the contract says"
+    text = f"the engine decodes these codes by the rule {rule}, where the contract has {', '.join(others)}"
+    return f"{text}: values may differ in their last bits"
+
+
+def serving_differences(stored: Contract, row: Serving) -> tuple[str, ...]:
+    """Return in which settings of serving an engine differs from the contract of stored codes, as texts.
+
+    Settings by which the codes were made are left out, because the engine only decodes them; see ``decoding_of``.
+    """
+    made = {name: getattr(stored, name) for name in ("weights", "patterns", "shared_amax")}
+    unknown = tuple(name for name in row.contract.unknown if name not in made)
+    return stored.diff(replace(row.contract, **made, unknown=unknown)).differences
 
 
 def linear_recipes(op: str, engine: Any, scheme: Any, *given: Any) -> tuple[Recipe, Recipe, Unit]:

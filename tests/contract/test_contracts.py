@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -288,8 +289,11 @@ WRONG: list[tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] = [
         ("vllm", "nvfp4-w4a16"),
         {},
         ValueError,
-        r"vLLM needs one of .*did you mean nvfp4-w4a4.*; transformers, torchao, MLX have",
+        r"vLLM loads such checkpoints .*, but how it multiplies nvfp4-w4a16 is not known .* transformers nvfp4-w4a16",
     ),
+    (("vllm", "mxfp4-w4a4-even"), {}, ValueError, "vLLM needs one of .*; torchao has it$"),
+    (("vllm", "nvfp4-w4a"), {}, ValueError, "did you mean nvfp4-w4a4 or nvfp4-w4a4-token.$"),
+    (("compressed-tensors", "nvfp4-w4a4"), {}, ValueError, "how it multiplies is not known to fp4kit; needs one of"),
     (("vllm", "fp4"), {}, ValueError, "scheme is 'fp4'; vLLM needs one of 'nvfp4-w4a4'"),
     (
         ("vllm", "nvfp4-w4a4"),
@@ -307,6 +311,57 @@ WRONG: list[tuple[tuple[Any, ...], dict[str, Any], type[Exception], str]] = [
 def test_what_is_unknown_is_refused_with_the_near_ones(arguments: Any, options: Any, error: Any, text: str) -> None:
     with pytest.raises(error, match=text):
         fp4kit.serving(*arguments, **options)
+
+
+def known_to_load() -> list[tuple[str, str]]:
+    """Return the (engine, scheme) pairs for which an engine loads a container of the scheme without a known product."""
+    known, found = {(row.engine, row.scheme) for row in ROWS}, dict[tuple[str, str], None]()
+    for (container, _, engine), cell in support.CELLS.items():
+        for row in ROWS if cell.status == "loads" and any(one.engine == engine for one in ROWS) else ():
+            if row.container == container and (engine, row.scheme) not in known:
+                found[engine, row.scheme] = None
+    return [*found]
+
+
+def test_engines_that_load_what_they_are_not_known_to_multiply(capsys: pytest.CaptureFixture[str]) -> None:
+    """The error says so for every such pair, and names only engines and schemes that can be described."""
+    pairs = known_to_load()
+    assert {("vLLM", "nvfp4-w4a16"), ("SGLang", "nvfp4-w4a16"), ("vLLM", "mxfp4-w4a16")} <= {*pairs}
+    for engine, scheme in pairs:
+        assert main(["contract", "--engine", engine, "--scheme", scheme]) == 2
+        text = capsys.readouterr().err
+        assert f"{engine} loads such checkpoints" in text and f"how it multiplies {scheme} is not known" in text
+        assert "did you mean" not in text and "recipe" not in text
+        other, its_scheme = re.findall(r"it can describe (.*?) (\S+?)(?:,| and | for them)", text)[0]
+        assert its_scheme == scheme and main(["contract", "--engine", other, "--scheme", its_scheme]) == 0
+        capsys.readouterr()
+
+
+DECODED = [  # recipe, what is said of decoding
+    ("nvfp4-compressed-tensors", "the engine decodes these codes as the contract says"),
+    (
+        "nvfp4-te",
+        "the engine decodes these codes by the rule compressed_tensors, where the contract has te: values may differ in"
+        " their last bits",
+    ),
+]
+
+
+@pytest.mark.parametrize(("made", "text"), DECODED)
+def test_rules_of_encoding_are_no_difference_of_stored_codes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], made: str, text: str
+) -> None:
+    """An engine only decodes stored codes, so what made them is not compared with its own recipe."""
+    synthetic.dense(tmp_path / "in")
+    assert main(["convert", str(tmp_path / "in"), str(tmp_path / "q"), "--quiet", "--recipe", made]) == 0
+    assert main(["contract", str(tmp_path / "q"), "--engine", "transformers", "--scheme", "nvfp4-w4a16"]) == 0
+    said = capsys.readouterr().out
+    assert f"weights: the stored codes of {made}\n" in said and said.splitlines()[-1] == text
+    assert "rule of the" not in said and "differ:" not in said
+    assert main(["contract", str(tmp_path / "q"), "--engine", "transformers", "--scheme", "nvfp4-w4a4"]) == 1
+    said = capsys.readouterr().out
+    assert "differ:\nactivations: none and nvfp4-compressed-tensors-static\ninput_scales: " in said
+    assert "weights: nvfp4" not in said and text not in said
 
 
 def test_parity_with_an_engine() -> None:

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple, cast
 
 from fp4kit.checkpoint.containers.configs import FORMATS, KINDS, LOADED, MIXTURES, LoaderContainer, loaded_container
 from fp4kit.checkpoint.containers.engines import Issue, finding, named
-from fp4kit.contract.engine_table import CONTAINERS, ENGINES, NOTES, SERVING, SPLIT_EXPERTS, VERSIONS
+from fp4kit.contract.engine_table import ENGINES, SERVING, SPLIT_EXPERTS, VERSIONS
 
 Status = Literal["loads", "fails", "wrong values", "unknown"]
 How = Literal["run", "read", ""]
@@ -55,12 +55,13 @@ _UNKNOWN = Cell("unknown")
 
 
 def _cells() -> Iterator[tuple[tuple[str, str, str], Cell]]:
-    for engine, row in ((one.name, row) for one in ENGINES if one.loads for row in one.loads.strip().split("\n")):
-        names, families, status, how, note = (cell.strip() for cell in row.split("|"))
-        found = Cell(cast("Status", status), cast("How", how), NOTES.get(note, note))
-        of_families = FAMILIES if families == "all" else families.replace("hf", _HF).split()
-        for word, family in product(names.split(), of_families):
-            yield (CONTAINERS.get(word, word), family, engine), found
+    known: dict[str, Iterable[str]] = {"all": FAMILIES, "hf": _HF.split()}
+    for engine in ENGINES:
+        for containers, words, status, how, note in engine.load_rows:
+            found = Cell(cast("Status", status), cast("How", how), note)
+            families = [family for word in words for family in known.get(word, (word,))]
+            for container, family in product(containers, families):
+                yield (container, family, engine.name), found
 
 
 CELLS = dict(_cells())
