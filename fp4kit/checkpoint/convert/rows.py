@@ -609,7 +609,18 @@ class Folding(NamedTuple):
             return "exact"
         ends = [f"{n} {what}" for n, what in ((self.underflow, "become 0"), (self.saturated, "saturate")) if n]
         more = f" ({', '.join(ends)})" if ends else ""
-        return f"{self.changed} of {self.scales} block scales change{more}, by up to {100 * self.largest_error:.3g}%"
+        products = f"{self.changed} of {self.scales} products of block and tensor scale change"
+        return f"{products}{more}, by up to {100 * self.largest_error:.3g}%"
+
+
+@ieee("rescale")
+def rescaled(scale: ElementFormat, scales: np.ndarray, old: Any, new: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Return block scales for the tensor scale ``new`` in place of ``old``: their codes, and the values before they
+    were rounded, scale * (old / new) in float32.
+    """
+    with np.errstate(all="ignore"):
+        wanted = scale.values[scales] * (np.float32(old) / np.float32(new))
+        return scale.encode(wanted), wanted
 
 
 @ieee("fold")
@@ -623,11 +634,12 @@ def folded(
     """
     scale = weight.form.scale
     assert scale is not None and slab.scales is not None and slab.tensor_scale is not None
-    stored = scale.values[np.asarray(slab.scales).view(np.uint8)]
+    own = np.asarray(slab.scales).view(np.uint8)
+    stored = scale.values[own]
     with np.errstate(all="ignore"):  # unusable scales are refused elsewhere
         before = stored * slab.tensor_scale if slab.divisor is None else stored / slab.divisor
-        wanted = before if shared is None else stored * (slab.tensor_scale / shared)
-        codes: npt.NDArray[np.uint8] = scale.encode(wanted)
+        made = (scale.encode(before), before) if shared is None else rescaled(scale, own, slab.tensor_scale, shared)
+        codes, wanted = made
         new = scale.values[codes]
         after = new if shared is None else new * shared if divisor is None else new / divisor
         used = _holds_something(weight, slab)

@@ -36,6 +36,8 @@ from fp4kit.reference.tensor_rules import tensor_scale
 # searched, a recipe reproduces far fewer bytes, a share of 0.6 to 0.8.
 DAMAGED_SHARE = 0.95
 SIGNS_UNDER_SCALES = 0.9  # share of codes that must have the sign of the source; GPTQ may flip signs of values near 0
+_CHANCE = 0.05  # largest share of the bytes of codes that equal those of other weights
+_CHANCE_OF_SCALES = 0.9  # the same for block scales, because powers of two have few values
 _NEARLY_ALL = 0.998  # if a recipe gives at least this share of the bytes, the others are damaged
 SIGNS_OF_ANOTHER = 0.7  # least share of codes with the sign of the source if the source is another version
 OTHER_CODES = "scales of a recipe, codes by another rule: block scales are a recipe's, and codes are not (GPTQ?)"
@@ -52,6 +54,7 @@ NEAR = (
     " fine-tuning, or from weights in a higher precision"
 )
 DAMAGED = "few bytes differ from a recipe's: it made all others, so that these were probably changed afterwards"
+RESCALED = "rescaled to a shared tensor scale"
 OTHER_SHAPE = "codes have other shapes than the source: no known order gives the shape of the source"
 GIVEN_SCALES = "searched scales: codes are right under the stored scales, which no rule known to fp4kit gives"
 
@@ -95,6 +98,8 @@ class Diagnosis:
         both have equal shapes; otherwise None.
     dtype: "bfloat16", "float16" or "float32" if recipes reproduce every byte, but only from the source converted to
         this dtype; otherwise "".
+    rescaled: True if recipes reproduce every byte, but only with block scales rescaled to the stored tensor scale, as
+        fp4kit reconcile does.
     how: what to try first on similar layers; None if nothing is known.
     nearly: the titles of the recipes that reproduce all but few bytes, if no recipe reproduces every byte.
     """
@@ -115,6 +120,7 @@ class Diagnosis:
     method: str | None = None
     correlation: float | None = None
     dtype: str = ""
+    rescaled: bool = False
     how: MadeBy | None = field(default=None, repr=False, compare=False)
     nearly: tuple[str, ...] = field(default=(), repr=False)
 
@@ -160,9 +166,21 @@ def _unexplained(text: str, tally: MatchCount, **more: Any) -> Diagnosis:
 _NEEDED = re.compile(r" \([^()]* is needed\)$")
 
 
+HOLDS = "holds another layer"
+
+
 def without_numbers(mishap: str) -> str:
-    """Return the name of a mishap (fault) without the numbers of one layer, so that layers can be compared."""
-    return "; ".join(_NEEDED.sub("", part) for part in mishap.split("; "))
+    """Return the name of a mishap (fault) without the numbers and names of one layer, so that layers can be
+    compared.
+    """
+    return "; ".join(HOLDS if part.startswith(HOLDS) else _NEEDED.sub("", part) for part in mishap.split("; "))
+
+
+def held(found: Diagnosis, other: str) -> Diagnosis:
+    """Return the explanation of a layer that holds the layer ``other`` of the source, which gives ``found``."""
+    text = f"holds {other}, by {either(found.names)}" + (f"; then: {found.mishap}" if found.mishap else "")
+    mishap = "; ".join(filter(None, (f"{HOLDS}: {other}", found.mishap)))
+    return replace(found, mishap=mishap, sentence=text, how=None)
 
 
 @ieee("identify")
@@ -265,6 +283,8 @@ def _confirmed(evidence: LayerEvidence, how: MadeBy) -> Diagnosis | None:
     if how.dtype:
         return _converted(evidence, how.dtype, how.recipes)
     layer = evidence.layer
+    if how.rescaled:
+        return _rescaled(hypotheses.plain_layout(evidence), how.recipes)
     layouts = hypotheses.layouts_of(evidence) if how.rows else [hypotheses.plain_layout(evidence)]
     layout = next((one for one in layouts if one is not None and one.mishaps == how.rows), None)
     if layout is None:
@@ -291,6 +311,13 @@ def _confirmed(evidence: LayerEvidence, how: MadeBy) -> Diagnosis | None:
     if not found or (found[0].tensor_mishap is None) != (how.tensor is None):
         return None
     return _explained(found, tally, layer.blank)
+
+
+def _rescaled(plain: Layout | None, recipes: Sequence[Recipe]) -> Diagnosis | None:
+    if plain is None or not _has_scales(plain):
+        return None
+    found, tally = hypotheses.exact_hypotheses(list(hypotheses.rescaled_hypotheses(plain, recipes)))
+    return _explained(found, tally) if found else None
 
 
 _FEW_ROWS = 32  # a multiple of the rows of every block
@@ -348,8 +375,10 @@ def _first_explanation(layouts: list[Layout], unnamed: bool, factors: bool, tria
         return _unexplained(text, MatchCount(total=_all_bytes(plain).total), unlike=True)
     hypotheses.try_layout(plain, orders or [agreement[0][0]], trial)
     found, tally = hypotheses.exact_hypotheses(trial.exact)
-    if not found and (searched := _explained_under_stored_scales(plain, trial)):
-        return searched
+    if not found:
+        recipes = plain.evidence.recipes or hypotheses.recipes_of(layer.recipe)
+        if other := _rescaled(plain, recipes) or _explained_under_stored_scales(plain, trial):
+            return other
     if not found or len(found[0].mishaps) > 1:
         for layout in layouts[1:]:
             if orders := _fits(hypotheses.sign_agreement(layout)):
@@ -391,6 +420,8 @@ def _nearest_or_cause(plain: Layout, trial: SampleVerdict, unnamed: bool, is_lik
         text = f"{either(nearly)} made {given}" + (f", if {mishaps}" if mishaps else place)
         return _diagnosis(tally, text, cause=DAMAGED, nearly=nearly)
     text = f"nearest is {best.recipe.title} with {given}" + f", if {mishaps}" * bool(mishaps)
+    if _is_chance(tally, layer.codes.size):
+        text = "no recipe gives more bytes than chance"
     text = (_variation(plain) if unnamed else None) or text
     scale = layer.recipe.scale
     if scale is not None and 2 * np.count_nonzero(scale.values[layer.block_scale] == 0) > layer.block_scale.size:
@@ -408,6 +439,11 @@ def _nearest_or_cause(plain: Layout, trial: SampleVerdict, unnamed: bool, is_lik
         text = f"{NEAR}; correlation {likeness.correlation:.4f}, {nearest.sentence.rpartition(': ')[2]}"
         return replace(nearest, cause=NEAR, sentence=text)
     return nearest
+
+
+def _is_chance(tally: MatchCount, codes: int) -> bool:
+    few_scales = tally.scales < _CHANCE_OF_SCALES * (tally.total - codes)
+    return tally.share < _CHANCE or (tally.codes < _CHANCE * codes and few_scales)
 
 
 def _has_own_tensor_scale(plain: Layout) -> bool:
@@ -549,9 +585,11 @@ def _explained(fitting: list[Hypothesis], tally: MatchCount, blank: bool = False
     if texts[0]:
         sentence += f"; then: {texts[0]}" + "".join(f" (or: {text})" for text in texts[1:2])
     how = fitting[0].how
+    if how.rescaled:
+        sentence += f", {RESCALED}"
     made_by = tuple(dict.fromkeys(h.recipe for h in same))
     how = how._replace(recipes=made_by, tensor=how.tensor and without_numbers(how.tensor))
-    return _diagnosis(tally, sentence, recipes, mishap=texts[0] or None, blank=blank, how=how)
+    return _diagnosis(tally, sentence, recipes, mishap=texts[0] or None, blank=blank, rescaled=how.rescaled, how=how)
 
 
 def _with_four_over_six(explained: Diagnosis, fitting: list[Hypothesis], plain: Layout) -> Diagnosis:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from fp4kit.arithmetic import ieee
+from fp4kit.checkpoint.convert.rows import rescaled
 from fp4kit.checkpoint.identify import corruptions
 from fp4kit.checkpoint.identify.corruptions import CodeOrder, CorruptedRows, Reading, StoredLayer, code_orders
 from fp4kit.checkpoint.model.statistics import amax_and_nonfinite
@@ -125,6 +126,7 @@ class MadeBy(NamedTuple):
         scale (without numbers).
     moved: True if rows were moved after they were quantized.
     dtype: the dtype to which the source was converted; "" if it was not.
+    rescaled: True if block scales were rescaled to the stored tensor scale.
     """
 
     recipes: tuple[Recipe, ...]
@@ -134,6 +136,7 @@ class MadeBy(NamedTuple):
     scales: str | None = None
     tensor: str | None = None
     dtype: str = ""
+    rescaled: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -147,6 +150,7 @@ class Hypothesis:
     amax: the tensor amax that the recipe was given; None if it needs none.
     scale_mishap: what went wrong with the block scales, by name; None if nothing.
     tensor_mishap: what went wrong with the tensor scale, by name; None if nothing.
+    rescaled_from: the tensor scale that the recipe gave, if block scales were then rescaled to the stored one.
     """
 
     layout: Layout
@@ -156,6 +160,7 @@ class Hypothesis:
     amax: np.ndarray | None
     scale_mishap: str | None = None
     tensor_mishap: str | None = None
+    rescaled_from: np.float32 | None = None
 
     @property
     def mishaps(self) -> tuple[str, ...]:
@@ -171,7 +176,8 @@ class Hypothesis:
     def how(self) -> MadeBy:
         """The recipe and the mishaps of this hypothesis."""
         moved, codes = self.layout.moved_after_quantizing, self.codes.mishap
-        return MadeBy((self.recipe,), self.layout.mishaps, moved, codes, self.scale_mishap, self.tensor_mishap)
+        mishaps = codes, self.scale_mishap, self.tensor_mishap
+        return MadeBy((self.recipe,), self.layout.mishaps, moved, *mishaps, rescaled=self.rescaled_from is not None)
 
     def predictions(self, parts: Iterable[np.ndarray] | None = None) -> Iterator[_Prediction]:
         """Yield what the hypothesis predicts for each part (the numbers of some rows; all rows by default)."""
@@ -180,7 +186,12 @@ class Hypothesis:
         size = CHUNK // (self.recipe.block_rows if layout.moved_after_quantizing else 1)
         for rows in chunks(layout.shape, self.recipe, size) if parts is None else parts:
             codes, scales, scale = expected_parts(layout, rows, self.recipe, self.amax)
-            agrees = self.tensor_mishap is not None or layout.tensor_mishap(scale, self.amax, rows) is None
+            if self.rescaled_from is None:
+                agrees = self.tensor_mishap is not None or layout.tensor_mishap(scale, self.amax, rows) is None
+            else:
+                assert self.recipe.scale is not None
+                stored, agrees = layout.evidence.layer.tensor_scale, True
+                scales = rescaled(self.recipe.scale, scales, self.rescaled_from, stored)[0]
             yield _Prediction(rows, codes, scales, agrees, self.codes.undo(layout.read(rows)))
 
 
@@ -295,11 +306,17 @@ def _implied(stored: np.ndarray, own: np.ndarray, r: Recipe, dtype: np.dtype) ->
         yield from (a for a in guesses if AMAX_RATIO_RANGE[0] * own <= a <= AMAX_RATIO_RANGE[1] * own)
 
 
+NEGATIVE_SCALES = "block scales are negative"
+
+
 def stored_scales(layout: Layout) -> Iterator[corruptions.Scales]:
     """Yield the block scales of a layer in linear order: as declared, then with each possible fault undone."""
     layer = layout.evidence.layer
     for found in corruptions.scale_orders(layer.block_scale, layer.scale_layout, layout.scales_shape):
         yield found
+        sign = np.uint8(layer.recipe.scale.sign_bit if layer.recipe.scale is not None else 0)
+        if (found.values & sign).any():
+            yield found._replace(mishap=NEGATIVE_SCALES, values=found.values & ~sign)
         if found.mishap is None and layer.recipe.scale == E8M0:
             one = np.uint8(1)
             yield found._replace(mishap="block scales are twice as large", values=found.values - one)
@@ -504,6 +521,36 @@ def exact_hypotheses(hypotheses: list[Hypothesis]) -> tuple[list[Hypothesis], Ma
             tally = counted
     fewest = min((hypothesis.weight for hypothesis in found), default=0)
     return [hypothesis for hypothesis in found if hypothesis.weight == fewest], tally
+
+
+def rescaled_hypotheses(plain: Layout, recipes: Iterable[Recipe]) -> Iterator[Hypothesis]:
+    """Yield the hypotheses that a layer was rescaled from a smaller tensor scale, and that fit its first rows.
+
+    fp4kit reconcile rescales layers so, to give the parts of a fused layer one tensor scale.
+    """
+    evidence, order = plain.evidence, code_orders(plain.recipe, plain.shape[1])[0]
+    stored = evidence.layer.tensor_scale
+    if (
+        stored is None
+        or not evidence.layer.has_usable_scale
+        or plain.mishaps
+        or not evidence.layer.in_order(evidence.x)
+    ):
+        return
+    sample = np.arange(min(max(SAMPLE // plain.shape[1] // 32, 1) * 32, plain.shape[0]))
+    scales = next(stored_scales(plain)).values[sample]
+    for r in (one for one in recipes if one.tensor_scaling == "tensor" and one.scale is not None):
+        for amax in dict.fromkeys(evidence.amaxes):
+            with np.errstate(all="ignore"):
+                own = np.float32(tensor_scale(np.asarray(amax), r, evidence.x.dtype).decode)
+                twice = np.float32(1) / (np.float32(1) / own)  # where a divisor is stored
+            if not 0 < own < stored:
+                continue
+            for scale in dict.fromkeys((own, twice)):
+                one = Hypothesis(plain, order, 0, r, np.asarray(amax), rescaled_from=scale)
+                found = next(one.predictions([sample]))
+                if np.array_equal(found.codes, found.stored) and np.array_equal(found.scales, scales):
+                    yield one
 
 
 MAX_ROWS = 1 << 15  # layers with more rows are not searched, because all pairs of rows are compared

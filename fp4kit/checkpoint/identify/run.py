@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 from functools import cache
 from math import lcm, prod
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 from zlib import crc32
 
 import numpy as np
@@ -24,7 +24,7 @@ from fp4kit.checkpoint.containers.table import CODES, COLUMN_SCALE, LOW_RANK_A, 
 from fp4kit.checkpoint.executors import Options, executor_of, pending_limit, run_all
 from fp4kit.checkpoint.identify import verdicts
 from fp4kit.checkpoint.identify.corruptions import StoredLayer
-from fp4kit.checkpoint.identify.diagnose import Fp8Layer
+from fp4kit.checkpoint.identify.diagnose import Fp8Layer, held
 from fp4kit.checkpoint.identify.hypotheses import recipes_of
 from fp4kit.checkpoint.identify.verdicts import CheckpointVerdict, LayerPair, LayerSeries, LayerVerdict
 from fp4kit.checkpoint.model.closed_world import check_model
@@ -73,6 +73,11 @@ class LayerSpec:
     heads: tuple[int, ...]
     facts: Mapping[str, Any]
     all_rows: bool
+
+    @property
+    def place(self) -> Place:
+        """The matrix and its source."""
+        return Place(self.name, self.weight, self.expert, self.origin)
 
     @property
     def role(self) -> tuple[str, ...]:
@@ -538,16 +543,18 @@ class PreparedIdentification:
             for batch in run_all(executor, calls, pending_limit(options.executor, workers)):
                 found |= dict(batch)
                 tick(sum(self._specs[number].nbytes for number, _ in batch))
+        unlike = [n for n, one in found.items() if one.explanation.unlike and not one.explanation.blank]
+        moved = other_places([self._specs[n].place for n in sorted(unlike)], [one.place for one in self._specs])
+        found |= _held([(one.name, other.name) for one, other in moved], self._specs, series)
         layers = tuple(found[number] for number in range(len(self._specs)))
         verdict = verdicts.checkpoint_verdict(layers, self._unpaired)
         rows = [(spec.rows_read, spec.rows) for spec in self._specs]
         sampled = [count for count, total in rows if count < total]
         read, total = (sum(counts) for counts in zip(*rows, strict=True))
         coverage = verdicts.Coverage(read, total, min(sampled, default=0))
-        unlike = {layer.name for layer in layers if layer.explanation.unlike and not layer.explanation.blank}
-        moved = other_places([spec for spec in self._specs if spec.name in unlike], self._specs) if unlike else ()
         decoded = dict.fromkeys(str(one.origin.weight.container) for one in self._specs if one.origin.weight.container)
-        return replace(verdict, coverage=coverage, moved=moved, decoded=", ".join(decoded))
+        pairs = tuple((one.name, other.origin_name) for one, other in moved)
+        return replace(verdict, coverage=coverage, moved=pairs, decoded=", ".join(decoded))
 
 
 def _chosen(weights: Sequence[Weight], patterns: Sequence[str]) -> list[Weight]:
@@ -590,47 +597,76 @@ def _explained(batch: list[tuple[int, LayerSpec]], series: LayerSeries) -> Itera
             yield number, verdicts.verdict_of(some, found)
 
 
+def _held(pairs: Iterable[tuple[str, str]], specs: Sequence[LayerSpec], series: LayerSeries) -> dict[int, LayerVerdict]:
+    """Return the verdicts by number on layers that the sources of others explain, for pairs of other_places."""
+    numbers = {spec.name: number for number, spec in enumerate(specs)}
+    others = {numbers[name]: specs[numbers[other]] for name, other in pairs}
+    batch = []
+    for number, other in others.items():
+        source = {name: getattr(other, name) for name in ("origin", "partner", "groups", "second", "heads")}
+        batch.append((number, replace(specs[number], **source)))
+    return {
+        number: replace(layer, explanation=held(layer.explanation, others[number].place.origin_name))
+        for number, layer in _explained(batch, series)
+        if layer.explanation.explained
+    }
+
+
 _MOST_UNLIKE = 64  # stored layers to look for
 _MOST_ORIGINS = 4096  # layers of the source to compare with
 _ROWS, _COLUMNS = 32, 64  # the first rows and columns that are compared; a multiple of the rows of a block
 _AGREE = 0.97  # least share of nonzero codes that have the sign of the source
 
 
-def other_places(unlike: Sequence[LayerSpec], every: Sequence[LayerSpec]) -> tuple[tuple[str, str], ...]:
-    """Return (layer, layer of the source) for stored layers that were made from source layers of other names."""
-    found: list[tuple[str, str]] = []
+class Place(NamedTuple):
+    """A matrix of the checkpoint, and the rows of the source that have its name."""
+
+    name: str
+    weight: Weight
+    expert: int
+    origin: Origin
+
+    @property
+    def origin_name(self) -> str:
+        """The name of the source layer, with its rows if the matrix was made from a part of it."""
+        origin = self.origin
+        name = origin.weight.name if origin.weight.experts == 1 else f"{origin.weight.name}[{origin.expert}]"
+        first, end = origin.span
+        return name if end - first == origin.weight.shape[-2] else f"{name} rows {first} to {end - 1}"
+
+
+def other_places(unlike: Sequence[Place], every: Sequence[Place]) -> tuple[tuple[Place, Place], ...]:
+    """Return (matrix, the matrix from whose source it was made) for matrices that hold other layers of the source."""
+    found: list[tuple[Place, Place]] = []
     with Readers() as readers:
-        by_shape: dict[tuple[int, ...], list[tuple[str, npt.NDArray[np.float32]]]] = defaultdict(list)
-        shapes = {spec.origin.shape for spec in unlike}
-        for spec in [one for one in every if one.origin.shape in shapes][:_MOST_ORIGINS]:
-            if not isinstance(spec.origin, TurnedOrigin):
-                rows = spec.origin.slab(readers, slice(0, min(_ROWS, spec.origin.shape[0])))
-                values = values_of(spec.origin.weight, rows)[:, :_COLUMNS].astype(np.float32)
-                by_shape[spec.origin.shape].append((_origin_name(spec), np.where(np.signbit(values), -1, 1).ravel()))
-        for spec in unlike[:_MOST_UNLIKE]:
-            signs, names = _stored_signs(spec, readers), [name for name, _ in by_shape[spec.origin.shape]]
-            if signs is None or not names:
+        by_shape: dict[tuple[int, ...], dict[str, npt.NDArray[np.float32]]] = defaultdict(dict)
+        named = {place.name: place for place in every}
+        shapes = {place.origin.shape for place in unlike}
+        for place in [one for one in every if one.origin.shape in shapes][:_MOST_ORIGINS]:
+            if not isinstance(place.origin, TurnedOrigin):
+                rows = place.origin.slab(readers, slice(0, min(_ROWS, place.origin.shape[0])))
+                values = values_of(place.origin.weight, rows)[:, :_COLUMNS].astype(np.float32)
+                by_shape[place.origin.shape][place.name] = np.where(np.signbit(values), -1, 1).ravel()
+        for place in unlike[:_MOST_UNLIKE]:
+            signs, sources = _stored_signs(place, readers), by_shape[place.origin.shape]
+            if signs is None or not sources:
                 continue
-            likeness = np.stack([values for _, values in by_shape[spec.origin.shape]]) @ signs
-            best = int(likeness.argmax())
-            if likeness[best] >= (2 * _AGREE - 1) * np.count_nonzero(signs) > 0 and names[best] != _origin_name(spec):
-                found.append((spec.name, names[best]))
+            likeness = dict(zip(sources, np.stack([*sources.values()]) @ signs, strict=True))
+            best = max(likeness, key=likeness.__getitem__)
+            is_other = likeness[best] > likeness.get(place.name, -np.inf)  # sources may be equal
+            if is_other and likeness[best] >= (2 * _AGREE - 1) * np.count_nonzero(signs) > 0:
+                found.append((place, named[best]))
     return tuple(found)
 
 
-def _origin_name(spec: LayerSpec) -> str:
-    """Return the name of the source layer of a spec, with its rows if it is a part of it."""
-    origin = spec.origin
-    name = origin.weight.name if origin.weight.experts == 1 else f"{origin.weight.name}[{origin.expert}]"
-    first, end = origin.span
-    return name if end - first == origin.weight.shape[-2] else f"{name} rows {first} to {end - 1}"
-
-
-def _stored_signs(spec: LayerSpec, readers: Readers) -> npt.NDArray[np.float32] | None:
+def _stored_signs(place: Place, readers: Readers) -> npt.NDArray[np.float32] | None:
     """Return the signs of the first codes of a layer: -1, 0 or 1; None for shapes that cannot be compared."""
-    if spec.origin.shape != spec.weight.shape[-2:]:
+    weight = place.weight
+    if place.origin.shape != weight.shape[-2:]:
         return None
-    layer = stored_layer(spec.weight, spec.expert, readers)
+    has_rows = weight.form.scale is not None and weight.form.block[0] == 1 and _is_regular(weight)
+    span = (0, min(_ROWS, weight.shape[-2])) if has_rows else None
+    layer = stored_layer(weight, place.expert, readers, span)
     codes, element = np.ascontiguousarray(layer.codes[:_ROWS]), layer.element
     codes = unpacked(codes, element.packing)[:, :_COLUMNS]
     signs = np.where(element.values[codes] == 0, 0, np.where(codes & element.sign_bit, -1, 1))

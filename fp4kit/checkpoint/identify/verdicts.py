@@ -97,7 +97,10 @@ class _Known:
         hows = (kind._replace(recipes=tuple(recipes)) for kind, recipes in found.items())
         # Simple explanations, with few mishaps, are tried first.
         return sorted(
-            hows, key=lambda how: len(how.rows) + sum(map(bool, (how.codes, how.scales, how.tensor, how.dtype)))
+            hows,
+            key=lambda how: (
+                len(how.rows) + sum(map(bool, (how.codes, how.scales, how.tensor, how.dtype, how.rescaled)))
+            ),
         )
 
     def learn(self, found: diagnose.Diagnosis) -> None:
@@ -350,6 +353,8 @@ class CheckpointVerdict:
             found += f"; {counted(count, 'layer')} made from the source converted to {dtype}"
         if scaled := [layer for layer in self.layers if layer.explanation.scaled]:
             found += f"; {counted(len(scaled), 'layer')} made from {_declared(diagnose.SCALED, scaled[0].scaling)}"
+        if count := sum(layer.explanation.rescaled for layer in self.layers):
+            found += f"; {counted(count, 'layer')} {diagnose.RESCALED}"
         if self.unpaired:
             count, total = len(self.unpaired), len(self.layers) + len(self.unpaired)
             names = listed(self.unpaired, MAX_NAMES)
@@ -406,8 +411,9 @@ class CheckpointVerdict:
         layers = [layer.explanation for layer in self.layers if not layer.explanation.blank]
         if self.decoded and not self.is_clean and 2 * sum(found.explained for found in layers) < len(layers):
             return f"the source is quantized ({self.decoded}); give the unquantized model that this was made from"
-        if self.moved:
-            pairs = [f"{layer} from its {other}" for layer, other in self.moved]
+        held = {layer.name for layer in self.layers if (layer.kind or "").startswith(diagnose.HOLDS)}
+        most = 2 * (len(held) + sum(found.unlike for found in layers)) >= len(layers)
+        if pairs := [f"{name} from its {other}" for name, other in self.moved if most or name not in held]:
             return f"this is probably not the source, or its layers are in another order: {listed(pairs, MAX_NAMES)}"
         near, tuned = (sum(found.cause == cause for found in layers) for cause in (diagnose.NEAR, TUNED))
         if layers and 2 * (near + tuned) >= len(layers):

@@ -102,7 +102,8 @@ def test_other_tensor_scales_are_refused_with_the_exact_loss(
     changed = int(np.count_nonzero(new != old * scale))
     error = 100 * np.abs(new.astype(np.float64) / (old * scale) - 1).max()
     text = f"{name}.weight: has a tensor scale, for which the output has no place; multiplied into the block scales:"
-    text += f" {changed} of {old.size} block scales change, by up to {error:.3g}% (and 1 more layers); use --requantize"
+    text += f" {changed} of {old.size} products of block and tensor scale change, by up to {error:.3g}%"
+    text += " (and 1 more layers); use --requantize"
     with refused(text):
         make_plan(root, format="mlx")
     report = convert(root, tmp_path / "out", format="mlx", requantize=True)
@@ -196,7 +197,10 @@ def test_classes_of_products() -> None:
             assert loss.largest_error == pytest.approx(error, rel=1e-6)
         zeros = np.where(ONES == 0x22, np.uint8(0x80), ONES)  # codes of +0 and -0
         assert folded(weight, slab_of(zeros, scales, factor))[1] == Folding()
-    assert Folding(9, 3, 1, 1, 0.5).text == "3 of 9 block scales change (1 become 0, 1 saturate), by up to 50%"
+    assert (
+        Folding(9, 3, 1, 1, 0.5).text
+        == "3 of 9 products of block and tensor scale change (1 become 0, 1 saturate), by up to 50%"
+    )
     assert Folding(2, 1, 0, 0, 0.25).plus(Folding(3, 1, 1, 0, 0.5)) == Folding(5, 2, 1, 0, 0.5)
 
 

@@ -153,6 +153,13 @@ def other_rows_scales(layer):
     return replace(layer, block_scale=np.roll(layer.block_scale, 1, axis=0))
 
 
+def negative(layer, step=1):
+    """Return the layer with the sign bit of every `step`-th block scale set."""
+    scales = layer.block_scale.copy()
+    scales.reshape(-1)[::step] |= 0x80
+    return replace(layer, block_scale=scales)
+
+
 def turned_blocks(layer):
     """Return the layer with the blocks of each row in reverse order, both codes and scales."""
     rows, blocks = layer.block_scale.shape
@@ -210,6 +217,33 @@ def found(layer, x, **options) -> Diagnosis:
     assert 0 <= e.codes_equal + e.scales_equal <= e.total
     assert e.explained == (e.codes_equal + e.scales_equal == e.total)
     return e
+
+
+SIGNED = [name for name in TESTED if RECIPES[name].scale.sign_bit]
+
+
+@pytest.mark.parametrize("name", half(SIGNED))
+@pytest.mark.parametrize("step", [1, 7])
+@pytest.mark.parametrize("some_rows", [True, False])
+def test_negative_block_scales(name, step, some_rows) -> None:
+    """The sign bits are the fault, in all scales or in some; before it, the recipe made all bytes."""
+    x = weights()
+    layer = replace(negative(stored(x, name), step), some_rows=some_rows)
+    assert_found(found(layer, x), name, "block scales are negative")
+
+
+def test_negative_block_scales_of_a_tensor() -> None:
+    x = weights(3)
+    q = fp4kit.quantize(x, "nvfp4-te")
+    of_tensor = fp4kit.identify(replace(q, block_scale=q.block_scale | np.uint8(0x80)), x)
+    assert of_tensor.fault == "block scales are negative" and "nvfp4-te" in of_tensor.before_fault
+
+
+def test_what_chance_gives_names_no_recipe() -> None:
+    """Bytes that are equal by chance are no sign of a recipe, whatever the format."""
+    for name in ("nvfp4-modelopt", "mxfp4-ocp", "mxfp8-te"):
+        e = explain(stored(weights(1), name), weights(2))
+        assert e.share < 0.06 and "nearest" not in e.sentence and "chance" in e.sentence, e.sentence
 
 
 def assert_found(e, name, mishap):
