@@ -29,7 +29,7 @@ import numpy.typing as npt
 
 from fp4kit import __version__
 from fp4kit.checkpoint import staging
-from fp4kit.checkpoint.containers.table import SCALES, TENSOR_SCALE
+from fp4kit.checkpoint.containers.table import SCALES, TENSOR_SCALE, Container
 from fp4kit.checkpoint.convert.job import usable_tensor_scale
 from fp4kit.checkpoint.convert.rows import Folding, folded
 from fp4kit.checkpoint.convert.run_jobs import source_facts
@@ -103,12 +103,13 @@ def disagreements(source: model_files.Source, readers: Readers, experts: bool = 
         weight, expert = part
         return scalar_of(readers, weight, TENSOR_SCALE, expert).tobytes(), weight.form.divides
 
-    groups = _groups(_layers(source).values(), experts)
+    groups = fused_parts(source, experts)
     return {group: parts for group, parts in groups.items() if len({stored(part) for part in parts.values()}) > 1}
 
 
-def _groups(layers: Iterable[Weight], experts: bool) -> dict[str, Parts]:
+def fused_parts(source: model_files.Source, experts: bool = False) -> dict[str, Parts]:
     """Return the parts of each fused layer: its name -> {name of the part: (weight, number of the matrix)}."""
+    layers = _layers(source).values()
     single = {weight.name: weight for weight in layers if len(weight.shape) == 2}
     fused, found = shared_amax_groups(single), defaultdict[str, Parts](dict)
     for name, weight in single.items():
@@ -124,14 +125,12 @@ def _groups(layers: Iterable[Weight], experts: bool) -> dict[str, Parts]:
 
 def _largest(parts: Iterable[tuple[Weight, int]], readers: Readers) -> tuple[Weight, int]:
     """Return the part of a fused layer that has the largest tensor scale, as a multiplier on decode."""
+    return max(parts, key=lambda part: order_of(part[0].form, scalar_of(readers, part[0], TENSOR_SCALE, part[1])))
 
-    def scale(part: tuple[Weight, int]) -> tuple[float, float]:
-        weight, expert = part
-        found = tensor_scale_of(readers, weight, expert)
-        assert found is not None
-        return float(found), -float(scalar_of(readers, weight, TENSOR_SCALE, expert))
 
-    return max(parts, key=scale)
+def order_of(form: Container, stored: np.float32) -> tuple[float, float]:
+    """Return the key by which the largest stored tensor scale is chosen: of equal multipliers, the smallest number."""
+    return float(form.multiplier(stored)), -float(stored)
 
 
 def _layers(source: model_files.Source) -> dict[str, Weight]:
@@ -178,7 +177,7 @@ def reconcile(
             for group, parts in disagreements(model, readers, experts).items()
             for name, part in parts.items()
         }
-        groups = len(_groups(layers.values(), experts))
+        groups = len(fused_parts(model, experts))
         changed = {name: one for name, one in repaired.items() if one.stored != one.was}
         target = None if destination is None else Path(destination)
         if target is not None and changed:
@@ -187,7 +186,7 @@ def reconcile(
         if changed and not allow_loss and (fault := next(_faults(model, repaired, repairs, readers), "")):
             raise CheckpointError(f"{fault}; --allow-loss repairs the model as it is")
         if target is not None and changed:
-            _write(model, changed, target, readers, progress or (lambda count: None))
+            _write(model, changed, experts, target, readers, progress or (lambda count: None))
     return Reconciliation(groups, repairs, target if changed else None)
 
 
@@ -286,7 +285,12 @@ class _Repaired:
 
 
 def _write(
-    model: model_files.Source, changed: Mapping[str, _Repaired], target: Path, readers: Readers, tick: Progress
+    model: model_files.Source,
+    changed: Mapping[str, _Repaired],
+    experts: bool,
+    target: Path,
+    readers: Readers,
+    tick: Progress,
 ) -> None:
     """Write a copy of a model to ``target``, in which only the scales of the layers in ``changed`` have new bytes."""
     is_file = target.suffix.lower() == ".safetensors"
@@ -323,5 +327,44 @@ def _write(
             staging.copy_file(path, stage.folder / name)
         paths = {name: stage.folder / name for name in model_files.names_in(stage.folder)}
         digests = {name: model_files.digest_of(path) for name, path in paths.items()}
-        facts: dict[str, Any] = {"version": __version__, "reconciled": sorted(changed), "source": source_facts(model)}
+        facts = _facts(model, changed, experts)
         write_file(stage.folder / model_files.MANIFEST, dump_object(model_files.manifest_of(digests, facts)))
+
+
+def _facts(model: model_files.Source, changed: Iterable[str], experts: bool) -> dict[str, Any]:
+    # "repaired" describes the files of the model itself
+    own = model_files.load_manifest(model.root) or {}
+    kept: dict[str, Any] = {name: own[name] for name in ("format", "source", "request", "codes") if name in own}
+    steps = [*steps_of(own), {"experts": experts, "layers": sorted(changed)}]
+    return {**kept, "version": __version__, "reconciled": steps, "repaired": source_facts(model)}
+
+
+def steps_of(manifest: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the repairs that a manifest lists, the first one first. Raise CheckpointError if the list is malformed."""
+    found = manifest.get("reconciled", [])
+    if found and isinstance(found, list) and all(isinstance(name, str) for name in found):
+        return [{"experts": False, "layers": found}]  # written before repairs were listed one by one
+    is_right = isinstance(found, list) and all(isinstance(one, dict) and _is_step(one) for one in found)
+    if not is_right:
+        raise CheckpointError(f"{model_files.MANIFEST}: reconciled is malformed; convert the model again")
+    return found
+
+
+Part = tuple[str, int]  # (name of the weight, number of the matrix in it)
+
+
+def repaired_parts(model: model_files.Source, manifest: Mapping[str, Any]) -> dict[Part, tuple[tuple[Part, ...], ...]]:
+    """Return, for each part that a manifest lists as reconciled, the parts of its fused layer, once per repair."""
+    found: dict[Part, tuple[tuple[Part, ...], ...]] = {}
+    for step in steps_of(manifest):
+        for parts in fused_parts(model, step["experts"]).values():
+            every = tuple((weight.name, expert) for weight, expert in parts.values())
+            for own in (one for name, one in zip(parts, every, strict=True) if name in step["layers"]):
+                found[own] = (*found.get(own, ()), every)
+    return found
+
+
+def _is_step(one: Mapping[str, Any]) -> bool:
+    layers = one.get("layers")
+    names = isinstance(layers, list) and all(isinstance(name, str) for name in layers)
+    return names and isinstance(one.get("experts"), bool)

@@ -332,7 +332,7 @@ def _reconcile(args: argparse.Namespace, out: Output) -> int:
     repairs = [{**vars(repair), "loss": repair.loss} for repair in found.repairs]
     out.document("reconcile/1", {**vars(found), "repairs": repairs})
     columns = {"layer": "{name}", "#tensor scale": "{before:.6g}", "#new one": "{after:.6g}"}
-    counts = {"#scales changed": "{changed}", "#underflow": "{underflow}", "#SQNR dB": "{sqnr_db:.2f}"}
+    counts = {"#block scales changed": "{changed}", "#underflow": "{underflow}", "#SQNR dB": "{sqnr_db:.2f}"}
     out.records(repairs, {**columns, **counts, "loss": "{loss}"})
     count = f"{len(repairs)} layers, parts of {found.groups} fused layers"
     if not repairs:

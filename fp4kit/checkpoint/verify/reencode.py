@@ -10,11 +10,14 @@ import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from functools import cache
+from itertools import pairwise
 from math import prod
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -28,25 +31,28 @@ from fp4kit.checkpoint.convert.job import (
     REQUANTIZE,
     Job,
     Measured,
+    Sink,
     Target,
     action_of,
 )
+from fp4kit.checkpoint.convert.rows import rescaled
 from fp4kit.checkpoint.convert.run_jobs import PIECE, join_group, measure_job, produce
 from fp4kit.checkpoint.executors import run_all
 from fp4kit.checkpoint.findings import is_low, noise_of, zeros_of
 from fp4kit.checkpoint.identify.corruptions import StoredLayer
 from fp4kit.checkpoint.identify.diagnose import Fp8Layer, explain, explain_fp8
-from fp4kit.checkpoint.identify.run import stored_layer
+from fp4kit.checkpoint.identify.run import Place, other_places, stored_layer
 from fp4kit.checkpoint.model.doubts import doubt_of
 from fp4kit.checkpoint.model.inspect import inspect_checkpoint
 from fp4kit.checkpoint.model.model_files import Source
 from fp4kit.checkpoint.model.slabs import Readers, Slab, codes_of, slabs, tensor_scale_of, values_of
 from fp4kit.checkpoint.model.statistics import StoredCounts, count_nan, sqnr_db, tally, total
 from fp4kit.checkpoint.model.transforms import Counterparts, Origin, TurnedOrigin, decodable, origins, resolved
-from fp4kit.checkpoint.model.weights import Q8_0, Located, Weight, WeightRotation
+from fp4kit.checkpoint.model.weights import Q8_0, TENSOR_SCALE, Located, Weight, WeightRotation
 from fp4kit.checkpoint.plan.other_models import ADAPTER_SCALES, LoraAdapter
 from fp4kit.checkpoint.plan.scale_search import ScaleSearch
 from fp4kit.checkpoint.plan.source_layers import Restored
+from fp4kit.checkpoint.reconcile import Part, order_of
 from fp4kit.checkpoint.selection.names import first_match, shared_amax_groups
 from fp4kit.formats import E4M3, E5M2
 from fp4kit.layouts import unpack_gguf, unswizzle_scales
@@ -109,6 +115,7 @@ class Settings:
         decides.
     adapter: the adapter that was merged; None for none.
     adapter_scales: the block scales of layers with an update, one of ADAPTER_SCALES in checkpoint/plan/other_models.py.
+    repairs: (layer, expert) of a matrix that reconcile rescaled -> the parts of its fused layer, once per repair.
     """
 
     recipe: Recipe | None = None
@@ -120,6 +127,7 @@ class Settings:
     patterns: tuple[tuple[str, Recipe], ...] = ()
     adapter: LoraAdapter | None = None
     adapter_scales: str = ADAPTER_SCALES[0]
+    repairs: Mapping[Part, tuple[tuple[Part, ...], ...]] = field(default_factory=dict)
 
     def recipe_of(self, original: str) -> Recipe | None:
         """Return the recipe of a layer: that of the first pattern that matches its name, otherwise ``recipe``."""
@@ -138,6 +146,7 @@ class Check:
     why: the reason why there is no job; "" if there is a job or no ``origin``.
     may_saturate: True if it is unknown whether the conversion replaced NaN and infinities. The job keeps them; if its
         result differs from the file, run_check tries again with replacements.
+    repairs: the parts with which reconcile gave the matrix one tensor scale, once per repair; () if it did not.
     """
 
     stored: Weight
@@ -146,6 +155,7 @@ class Check:
     job: Job | None = None
     why: str = ""
     may_saturate: bool = False
+    repairs: tuple[tuple[Part, ...], ...] = ()
 
     @property
     def key(self) -> str:
@@ -243,7 +253,8 @@ def checks_of(
             number += 1
             group = groups.get(weight.name, weight.name)
             job, why = _job(weight, e, origin, group, settings, device, group in merged)
-            yield Check(weight, e, origin, job, why, settings.nonfinite is None)
+            repairs = settings.repairs.get((weight.name, e), ())
+            yield Check(weight, e, origin, job, why, settings.nonfinite is None, repairs)
 
 
 def checks_of_restored(stored: Iterable[Weight], layers: Iterable[Restored], settings: Settings) -> Iterator[Check]:
@@ -415,6 +426,82 @@ def _difference(check: Check, target: Target, done: int, at: int, *sides: npt.ND
     return Difference(part, expert if weight.experts > 1 else None, row, column, *values)
 
 
+class Rescaling(NamedTuple):
+    """How reconcile rescaled a matrix.
+
+    alone: the measurements of the matrix without the others of its fused layer.
+    shared: the tensor scales that it got, as they are stored, one per repair.
+    """
+
+    alone: Measured
+    shared: tuple[np.float32, ...]
+
+
+class _TensorScale:
+    """A Sink that keeps the stored tensor scale, and drops all other parts."""
+
+    stored: np.float32 | None = None
+
+    def has(self, part: str) -> bool:
+        return part == TENSOR_SCALE
+
+    def put(self, part: str, array: Any) -> None:
+        if part == TENSOR_SCALE:
+            self.stored = np.float32(np.asarray(array).reshape(-1)[0])
+
+
+class _Rescaled:
+    """A Sink that passes a matrix on to ``output`` with its block scales rescaled from ``scales[0]`` to the last one,
+    as reconcile does.
+    """
+
+    def __init__(self, output: Sink, form: Container, scales: Sequence[np.float32]) -> None:
+        self._output, self._form, self._scales = output, form, scales
+
+    def has(self, part: str) -> bool:
+        return self._output.has(part)
+
+    def put(self, part: str, array: Any) -> None:
+        if part == TENSOR_SCALE:
+            array = np.array([self._scales[-1]], np.float32)
+        elif part == SCALES:
+            assert self._form.scale is not None
+            array = np.asarray(array).view(np.uint8)
+            for old, new in pairwise(map(self._form.multiplier, self._scales)):
+                array = rescaled(self._form.scale, array, old, new)[0]
+        self._output.put(part, array)
+
+
+_HEAD_ROWS = 128  # a multiple of the rows of every block
+
+
+def _stored_tensor_scale(job: Job, measured: Measured, readers: Readers) -> np.float32 | None:
+    """Return the tensor scale that a job stores, for which a few rows are encoded; None if it stores none."""
+    first, end = job.span or (0, job.shape[0])
+    found = _TensorScale()
+    produce(replace(job, span=(first, min(first + _HEAD_ROWS, end))), measured, readers, found)
+    return found.stored
+
+
+def _rescalings(checks: Sequence[Check], alone: Mapping[str, Measured]) -> dict[str, Rescaling]:
+    by_part = {(check.stored.name, check.expert): check for check in checks if check.job is not None}
+    found: dict[str, Rescaling] = {}
+    with Readers() as readers:
+
+        @cache
+        def scale(part: Part) -> tuple[tuple[float, float], np.float32]:
+            check = by_part[part]
+            stored = _stored_tensor_scale(cast(Job, check.job), alone.get(check.key, Measured(check.key)), readers)
+            assert stored is not None
+            return order_of(check.stored.form, stored), stored
+
+        for check in (one for one in by_part.values() if one.repairs):
+            with suppress(CheckpointError, KeyError):  # a part that cannot be encoded; the check itself says why
+                shared = tuple(max(map(scale, parts))[1] for parts in check.repairs)
+                found[check.key] = Rescaling(alone.get(check.key, Measured(check.key)), shared)
+    return found
+
+
 def run(checks: Sequence[Check], executor: Executor | None, tick: Callable[[int], None]) -> Iterator[ReencodedLayer]:
     """Run all checks, and yield their results in the order in which they finish."""
     members: dict[str, list[Measured]] = defaultdict(list)
@@ -425,46 +512,75 @@ def run(checks: Sequence[Check], executor: Executor | None, tick: Callable[[int]
         assert job is not None
         members[job.group].append(one)
     shared = {group: join_group(found) for group, found in members.items()}
-    groups = ((check, None if check.job is None else shared.get(check.job.group)) for check in checks)
-    for found in run_all(executor, deque((run_check, pair) for pair in groups)):
+    rescalings = _rescalings(checks, {one.key: one for found in members.values() for one in found})
+    groups = (
+        (check, None if check.job is None else shared.get(check.job.group), rescalings.get(check.key))
+        for check in checks
+    )
+    for found in run_all(executor, deque((run_check, one) for one in groups)):
         tick(found.check.nbytes)
         yield found
 
 
-def run_check(check: Check, shared: Measured | None) -> ReencodedLayer:
+def run_check(check: Check, shared: Measured | None, rescaling: Rescaling | None = None) -> ReencodedLayer:
     """Run one check: re-encode the matrix, compare it with the file, and count its stored values."""
     form = check.stored.container
     with Readers() as readers:
         if form is None:
             return _reencoded(check, shared, StoredCounts(), readers)
         doubt = doubt_of(readers, check.stored, check.expert)
-        found = _reencoded(check, shared, tally_of_rows(check, readers), readers)
+        tally = tally_of_rows(check, readers)
+        if rescaling is None:
+            found = _reencoded(check, shared, tally, readers)
+        else:  # reconcile rescaled the matrix, which either had a tensor scale of its own or that of its fused layer
+            found = _reencoded(check, rescaling.alone, tally, readers, rescaling.shared)
+            if found.error or any(found.differing.values()):
+                joined = _reencoded(check, shared, tally, readers, rescaling.shared)
+                found = found if joined.error or any(joined.differing.values()) else joined
         if found.usual_db is None and is_low(found.tally, form.element.bits):
             found = replace(found, usual_db=usual_db(check, readers))
     return replace(found, doubt=doubt)
 
 
-def _reencoded(check: Check, shared: Measured | None, found: StoredCounts, readers: Readers) -> ReencodedLayer:
+def _reencoded(
+    check: Check,
+    shared: Measured | None,
+    found: StoredCounts,
+    readers: Readers,
+    rescaled_to: tuple[np.float32, ...] = (),
+) -> ReencodedLayer:
     """Re-encode a matrix and compare it: as it is, and saturated if that may be and the first result differs."""
     job = check.job
     if job is None:
         return ReencodedLayer(check, found, usual_db=usual_db(check, readers))
-    kept = _compared(check, job, shared or Measured(check.key), found, readers)
+    kept = _compared(check, job, shared or Measured(check.key), found, readers, rescaled_to)
     differs = kept.error or any(kept.differing.values())
     if not differs or not check.may_saturate or job.action not in _MADE_FROM_VALUES:
         return kept
     measured = shared or measure_job(job)
     if not measured.nonfinite:
         return kept
-    again = _compared(check, replace(job, nonfinite="saturate"), measured, found, readers)
+    again = _compared(check, replace(job, nonfinite="saturate"), measured, found, readers, rescaled_to)
     return kept if again.error or any(again.differing.values()) else again
 
 
-def _compared(check: Check, job: Job, shared: Measured, found: StoredCounts, readers: Readers) -> ReencodedLayer:
+def _compared(
+    check: Check,
+    job: Job,
+    shared: Measured,
+    found: StoredCounts,
+    readers: Readers,
+    rescaled_to: tuple[np.float32, ...],
+) -> ReencodedLayer:
     """Re-encode one matrix by ``job``, compare it with the file, and return the result."""
     comparison = _Comparison(readers, check, job.targets)
+    output: Sink = comparison
     try:
-        made = produce(job, shared, readers, comparison)
+        if rescaled_to:
+            own = _stored_tensor_scale(job, shared, readers)
+            assert own is not None
+            output = _Rescaled(comparison, check.stored.form, (own, *rescaled_to))
+        made = produce(job, shared, readers, output)
     except CheckpointError as error:
         return ReencodedLayer(check, found, error=str(error))
     first = tuple(comparison.first.values())
@@ -748,13 +864,17 @@ _NEAR_USUAL_DB = 10.0  # an AWQ layer's SQNR under the right factors is within t
 
 
 def faults_of(checks: Iterable[Check], names: Collection[str]) -> dict[str, str]:
-    """Find the faults of the first four suitable layers in ``names``."""
+    """Find the faults of the first four suitable layers in ``names``, and all that hold other layers of the source."""
+    if not names:
+        return {}
     by_name = {check.stored.name: check for check in checks if check.origin is not None and check.stored.experts == 1}
     groups = fused_groups(check.stored for check in by_name.values())  # layer -> with which it shares a tensor scale
-    tried = [
-        by_name[name] for name in names if name in by_name and prod(by_name[name].stored.shape) <= _FAULTY_ELEMENTS
-    ]
-    found = {}
+    quantized = ((name, one) for name, one in by_name.items() if one.stored.container is not None)
+    places = {name: Place(name, one.stored, 0, one.origin) for name, one in quantized if one.origin is not None}
+    moved = other_places([places[name] for name in names if name in places], [*places.values()])
+    found = {one.name: f"holds {other.origin_name}" for one, other in moved}
+    suitable = [by_name[name] for name in names if name in by_name and name not in found]
+    tried = [check for check in suitable if prod(check.stored.shape) <= _FAULTY_ELEMENTS]
     with Readers() as readers:
         for check in tried[:_MOST_FAULTY]:
             own = groups.get(check.stored.name, "")

@@ -45,6 +45,7 @@ from fp4kit.checkpoint.plan.layer_recipes import patterns_in, recorded_include
 from fp4kit.checkpoint.plan.other_models import ADAPTER_SCALES, LoraAdapter
 from fp4kit.checkpoint.plan.scale_search import RECORDED, Activations, ScaleSearch
 from fp4kit.checkpoint.plan.source_layers import expert_stacks, is_split, split_layers
+from fp4kit.checkpoint.reconcile import repaired_parts
 from fp4kit.checkpoint.selection.names import PATTERNS, RECIPE, first_match
 from fp4kit.checkpoint.verify import reencode
 from fp4kit.checkpoint.verify.reencode import Check, Difference, ReencodedLayer, Settings, Smoothing
@@ -345,7 +346,10 @@ def prepare(
     if is_gguf(model.root) != is_gguf(original.root):
         original = as_gguf(original, model.root, settings.adapter)
     facts, now = manifest.get("source"), source_facts(original)
-    if isinstance(facts, dict):
+    if "reconciled" in manifest:
+        settings = replace(settings, repairs=repaired_parts(model, manifest))
+        facts = manifest.get("repaired") and facts  # earlier manifests give the repaired model as the source
+    if isinstance(facts, dict) and now != manifest.get("repaired"):
         changed = sorted(name for name in {*facts, *now} if facts.get(name) != now.get(name))
         issues += [Issue("warning", name, _OTHER_SOURCE) for name in changed]
     issues += _unlike_source(model.config or {}, original.config)

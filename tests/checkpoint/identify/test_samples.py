@@ -30,6 +30,7 @@ from fp4kit.checkpoint.identify.verdicts import CheckpointVerdict
 from fp4kit.checkpoint.model.model_files import open_source
 from fp4kit.checkpoint.model.slabs import Readers
 from fp4kit.checkpoint.model.weights import weights_of
+from fp4kit.checkpoint.verify.verify import verify_checkpoint as verify
 from fp4kit.cli import main
 from fp4kit.cli.output import Meter
 
@@ -254,6 +255,61 @@ OTHER_CASES = [(wrong, "nvfp4-modelopt") for wrong in WRONG]
 OTHER_CASES += [(wrong, "fp8-modelopt") for wrong in ("another model", "layers in another order", "fine-tuned")]
 
 
+MLPS = {f"model.layers.0.mlp.{leaf}": f"model.layers.1.mlp.{leaf}" for leaf in ("gate_proj", "down_proj")}
+EXCHANGES = {
+    "an MLP": MLPS,
+    "k and v": {"model.layers.1.self_attn.k_proj": "model.layers.1.self_attn.v_proj"},
+    "three in a ring": {"model.layers.0.self_attn.q_proj": "model.layers.1.self_attn.k_proj", "": ""},
+}
+RING = "model.layers.0.self_attn.k_proj"  # with the two of "three in a ring"
+
+
+def with_exchanged(path: Path, copy: Path, holds: dict[str, str]) -> Path:
+    """Write a copy of a checkpoint in which layers hold the tensors of others: {layer: the layer whose it holds}."""
+    tensors = {name: np.array(x) for name, x in oracle.arrays(oracle.load(path)).items()}
+    new = dict(tensors)
+    for layer, other in holds.items():
+        ends = [name.removeprefix(other) for name in tensors if name.startswith(f"{other}.")]
+        new |= {layer + end: tensors[other + end] for end in ends}
+    synthetic.write_model(copy, json.loads((path / "config.json").read_text()), new)
+    return copy
+
+
+def holds_of(exchange: str) -> dict[str, str]:
+    """Return {layer: the layer that it holds} of an exchange."""
+    pairs = {one: other for one, other in EXCHANGES[exchange].items() if one}
+    if "" not in EXCHANGES[exchange]:
+        return pairs | {other: one for one, other in pairs.items()}
+    ((first, second),) = pairs.items()
+    return {first: second, second: RING, RING: first}
+
+
+EXCHANGED = [(exchange, recipe) for exchange in EXCHANGES for recipe in ("nvfp4-te", "mxfp4-ocp", "fp8-modelopt")]
+
+
+@pytest.mark.parametrize("case", by_default(EXCHANGED[::4], EXCHANGED))
+def test_exchanged_layers_are_explained(
+    made: Callable[[str], Path], tmp_path: Path, case: tuple[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Exchanged layers are a fault that is explained, by identify and by verify; the source counts as right."""
+    exchange, recipe = case
+    holds = holds_of(exchange)
+    path, source = with_exchanged(made(recipe), tmp_path / "q", holds), made(recipe).parent / "m"
+    verdict = identify_checkpoint(path, source)
+    assert {one.name: one.explanation.sentence.split(", by")[0] for one in verdict.exceptions} == {
+        layer: f"holds {other}" for layer, other in holds.items()
+    }
+    assert all(recipe in one.explanation.recipes for one in verdict.layers) and not verdict.is_clean
+    assert verdict.problems == (f"holds another layer, {len(holds)} of 12 layers",) and verdict.mishap is None
+    assert main(["identify", str(path), "--source", str(source)]) == 1
+    text = capsys.readouterr().out
+    assert (NOT_THE_SOURCE in text) == (2 * len(holds) >= 12) and "nearest is" not in text
+    named = {issue.subject: issue.text for issue in verify(path, source).issues if issue.text.startswith("holds ")}
+    assert {layer: text.split(",")[0] for layer, text in named.items()} == {
+        layer: f"holds {other}" for layer, other in holds.items()
+    }
+
+
 def said(verdict: CheckpointVerdict) -> str:
     return "; ".join([*verdict.problems, verdict.hint or ""])
 
@@ -265,6 +321,7 @@ def test_a_wrong_source_is_named(made: Callable[[str], Path], tmp_path: Path, ca
     source = write(tmp_path / "s", cast(change(weights())))
     verdict = identify_checkpoint(made(recipe), source)
     assert words in said(verdict) and not verdict.is_clean, str(verdict)
+    assert wrong != "another model" or "nearest is" not in str(verdict)
 
 
 def test_a_source_in_another_dtype_is_named(made: Callable[[str], Path], tmp_path: Path) -> None:

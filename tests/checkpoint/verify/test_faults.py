@@ -100,6 +100,16 @@ def test_faults_are_named(sound: Path, tmp_path: Path, fault: str, recipe: str, 
     assert found == [("error", LAYER)]
 
 
+@pytest.mark.parametrize("is_recorded", [False, True])
+def test_negative_block_scales_are_named(sound: Path, tmp_path: Path, is_recorded: bool) -> None:
+    root = copied(sound / "nvfp4-modelopt", tmp_path / "m", is_recorded)
+    change(root, f"{LAYER}.weight_scale", lambda scales: scales | np.uint8(0x80), np.uint8)
+    found = [
+        one.subject for one in verify(root, sound / "s").issues if one.text.startswith("block scales are negative,")
+    ]
+    assert found == [LAYER]
+
+
 @pytest.mark.parametrize(("count", "severity"), [(1, "warning"), (3, "warning"), (4, "error")])
 @pytest.mark.parametrize("fault", [name for name in FAULTS if "nibbles" not in name])
 def test_another_order_in_most_layers_is_an_error(

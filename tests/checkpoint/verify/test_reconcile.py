@@ -2,13 +2,18 @@
 other bytes stay.
 """
 
+import hashlib
+import json
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import synthetic
 from changed_bytes import change
 
 import fp4kit
-from fp4kit.checkpoint import convert
+from fp4kit.checkpoint import CheckpointError, convert
+from fp4kit.checkpoint.identify.run import identify_checkpoint
 from fp4kit.checkpoint.model.model_files import INDEX, MANIFEST, differences, open_source
 from fp4kit.checkpoint.model.slabs import Readers, slabs, values_of
 from fp4kit.checkpoint.model.weights import located, weights_of
@@ -230,7 +235,9 @@ def test_the_exact_loss_of_each_layer(quantized, tmp_path, capsys):
     assert "up_proj" not in exact and {name.rpartition(".")[2] for name in found} >= {"up_proj", "k_proj"}
     assert main(["reconcile", "--dry-run", str(root)]) == 1
     text = capsys.readouterr().out
-    assert "block scales change" in text and text.count("exact") == sum(one.loss == "exact" for one in found.values())
+    assert "products of block and tensor scale change" in text and text.count("exact") == sum(
+        one.loss == "exact" for one in found.values()
+    )
 
 
 def test_all_experts_of_a_layer_get_one_scale_on_request(quantized, tmp_path):
@@ -290,3 +297,120 @@ def test_the_matrices_of_a_stack_get_one_scale_on_request(tmp_path):
             assert repairs[f"{name}[{e}]"].inexact == np.count_nonzero(a != b) > 0
             assert repairs[f"{name}[{e}]"].group == name
     assert reconcile(tmp_path / "out", None, experts=True).repairs == ()
+
+
+def apart(root, form, source, recipe="nvfp4-te"):
+    """Quantize each part of a fused layer by itself, as a tool does that knows no fused layers."""
+    names = {"modelopt": ("weight", "weight_scale_2"), "compressed-tensors": ("weight_packed", "weight_global_scale")}
+    for name in shared_amax_groups(stored_scales(root)):
+        q = fp4kit.quantize(source[f"{name}.weight"], recipe)
+        if not q.tensor_scale or not q.packed.any():
+            continue
+        scale = q.tensor_scale if form == "modelopt" else np.float32(1) / q.tensor_scale
+        change(root, f"{name}.{names[form][0]}", lambda _, q=q: q.packed.reshape(-1), np.uint8)
+        change(root, f"{name}.weight_scale", lambda _, q=q: q.block_scale.reshape(-1), np.uint8)
+        change(root, f"{name}.{names[form][1]}", lambda x, new=scale: np.full_like(x, new))
+
+
+def record(root):
+    """Write the digests of the present files into a manifest."""
+    manifest = json.loads((root / MANIFEST).read_text())
+    for name, facts in manifest["files"].items():
+        data = (root / name).read_bytes()
+        facts |= {"sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data)}
+    (root / MANIFEST).write_text(json.dumps(manifest))
+
+
+@pytest.fixture(params=FORMATS)
+def unfused(request, tmp_path):
+    """Return (form, directory of a checkpoint whose parts have tensor scales of their own, that of its source)."""
+    source = synthetic.moe(tmp_path / "in")
+    convert(tmp_path / "in", tmp_path / "q", "nvfp4-te", format=request.param)
+    apart(tmp_path / "q", request.param, source)
+    record(tmp_path / "q")
+    return request.param, tmp_path / "q", tmp_path / "in"
+
+
+def repaired(root, *steps):
+    """Reconcile a checkpoint once per step, which says whether experts are joined, and return the last copy."""
+    paths = [root, *(root.parent / f"repaired{i}" for i in range(len(steps)))]
+    for (before, after), experts in zip(pairwise(paths), steps, strict=True):
+        assert reconcile(before, after, experts=experts).repairs
+    return paths[-1]
+
+
+@pytest.mark.parametrize("steps", [(False,), (True,), (False, True)])
+@pytest.mark.parametrize("has_manifest", [True, False])
+def test_verify_repeats_the_repair(unfused, tmp_path, steps, has_manifest):
+    """verify quantizes each part by itself and rescales it as reconcile did; the source counts as that of the model."""
+    form, root, source = unfused
+    if not has_manifest:
+        (root / MANIFEST).unlink()
+    path = repaired(root, *steps)
+    for origin in (source, root if len(steps) == 1 else source):
+        report = verify(path, origin)
+        assert report.clean and "source file" not in str(report), str(report)
+        assert all(layer.compared and not layer.differing for layer in report.layers)
+    synthetic.moe(tmp_path / "elsewhere")
+    other = next((tmp_path / "elsewhere").glob("*.safetensors"))
+    other.rename(other.with_name("other.safetensors"))
+    for index in (tmp_path / "elsewhere").glob("*.index.json"):
+        index.write_text(index.read_text().replace(other.name, "other.safetensors"))
+    texts = [issue.text for issue in verify(path, tmp_path / "elsewhere").issues]
+    assert any("not the source file" in text for text in texts) == has_manifest
+    listed = {name for step in json.loads((path / MANIFEST).read_text())["reconciled"] for name in step["layers"]}
+    name = sorted(listed)[0]
+    change(path, f"{name}.weight_scale", lambda x: np.where(np.arange(x.size) == 3, x ^ 1, x), np.uint8)
+    change(path, f"{name}.{SCALE[form]}", lambda x: np.nextafter(x, np.float32(9)))
+    found = [(issue.subject, issue.count) for issue in verify(path, source).issues if "differ from the" in issue.text]
+    assert found == [(name, 1), (name, 1)]
+
+
+def test_verify_repeats_the_repair_of_layers_that_shared_a_scale(tmp_path):
+    """Gate and up of an expert had one tensor scale before all experts got one."""
+    synthetic.moe(tmp_path / "in")
+    convert(tmp_path / "in", tmp_path / "q", "nvfp4-te", format="modelopt")
+    assert verify(repaired(tmp_path / "q", True), tmp_path / "in").clean
+
+
+def test_the_list_of_earlier_manifests(unfused):
+    """Earlier versions listed the names of one repair, and gave the repaired model as the source."""
+    _, root, source = unfused
+    path = repaired(root, False)
+    manifest = json.loads((path / MANIFEST).read_text())
+    names = manifest["reconciled"][0]["layers"]
+    earlier = {"fp4kit_manifest": manifest["fp4kit_manifest"], "files": manifest["files"]}
+    earlier |= {"version": "0.2.0", "reconciled": names, "source": manifest["repaired"]}
+    (path / MANIFEST).write_text(json.dumps(earlier))
+    report = verify(path, source)
+    assert report.clean and "source file" not in str(report), str(report)
+    for wrong in ({"a": 1}, [1], [{"experts": 1, "layers": []}], [{"experts": True, "layers": [1]}], "x"):
+        (path / MANIFEST).write_text(json.dumps(earlier | {"reconciled": wrong}))
+        with pytest.raises(CheckpointError, match="reconciled is malformed"):
+            verify(path, source)
+
+
+@pytest.mark.parametrize("all_rows", [True, False])
+def test_identify_names_the_recipe_of_rescaled_layers(unfused, all_rows):
+    """Without the manifest, identify finds that layers were rescaled, and from which recipe's scales."""
+    _, root, source = unfused
+    path = repaired(root, False)
+    names = json.loads((path / MANIFEST).read_text())["reconciled"][0]["layers"]
+    (path / MANIFEST).unlink()
+    verdict = identify_checkpoint(path, source, all_rows=all_rows)
+    assert verdict.is_clean and verdict.recipe == "nvfp4-te", str(verdict)
+    assert {layer.name for layer in verdict.layers if layer.explanation.rescaled} == {*names}
+    assert f"; {len(names)} layers rescaled to a shared tensor scale" in verdict.sentence
+    change(path, f"{names[0]}.weight_scale", lambda x: np.where(np.arange(x.size) < 9, x ^ 1, x), np.uint8)
+    assert not identify_checkpoint(path, source).is_clean
+
+
+def test_a_loss_without_a_changed_block_scale_is_that_of_products(tmp_path, capsys):
+    """If tensor scales differ by little, block scales stay, and their products with the tensor scale change."""
+    synthetic.dense(tmp_path / "in")
+    convert(tmp_path / "in", tmp_path / "q", "nvfp4-te", format="modelopt")
+    scale(tmp_path / "q", "modelopt", {"up_proj": 0.99})
+    assert all(one.changed == 0 < one.inexact for one in reconcile(tmp_path / "q", None).repairs)
+    assert main(["reconcile", "--dry-run", str(tmp_path / "q")]) == 1
+    text = capsys.readouterr().out
+    assert "products of block and tensor scale change, by up to 1.01%" in text and "block scales changed" in text
