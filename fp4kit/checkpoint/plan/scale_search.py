@@ -255,6 +255,8 @@ class Imatrix:
             found = self._entry(name)
             if found is not None:
                 entry, index = found
+                if index is None and (single := _EXPERT_OF_STACK.fullmatch(weight.tensor.removesuffix(".weight"))):
+                    index = int(single[2])  # a separate expert that becomes a part of a stack
                 columns, counts = weight.shape[-1], len(entry.divisors)
                 experts = weight.experts if index is None else max(entry.nvalues // columns, 1)
                 index = expert if index is None else index

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf_files
+import llama_cpp
 import numpy as np
 import pytest
 import synthetic
@@ -509,6 +510,29 @@ def test_each_expert_is_searched_with_its_own_weights(id: str, model, tmp_path: 
     with_option = ["verify", str(tmp_path / "o.gguf"), "--source", str(source), "--imatrix", str(path)]
     assert main(with_option) == 0
     assert any("--imatrix" in issue.text for issue in verify(tmp_path / "o.gguf", source).issues)
+
+
+def test_separate_experts_of_a_directory_are_searched_with_their_own_weights(tmp_path: Path) -> None:
+    """The experts of Mixtral become the parts of a stack of llama.cpp, whose name the importance matrix has."""
+    tensors = llama_cpp.directory(tmp_path / "m", "Mixtral")
+    leaves = {"ffn_gate_exps": "w1", "ffn_down_exps": "w2", "ffn_up_exps": "w3"}
+    plain = [e for e in read_gguf(convert(tmp_path / "m", tmp_path / "p.gguf").files[0]).entries if e.dtype == "NVFP4"]
+    values = sums_of({e.name.removesuffix(".weight"): e.shape for e in plain})
+    search = ScaleSearch.of("mse", imatrix=write_gguf(tmp_path / "i.gguf", values))
+    convert(tmp_path / "m", tmp_path / "o.gguf", "nvfp4-gguf", search=search)
+    whole, stacks = (tmp_path / "o.gguf").read_bytes(), 0
+    for entry in read_gguf(tmp_path / "o.gguf").entries:
+        layer, leaf = (*entry.name.split("."), "", "")[1:3]
+        if leaf in leaves:
+            raw, stacks = b"", stacks + 1
+            for e in range(entry.shape[0]):
+                x = tensors[f"model.layers.{layer}.block_sparse_moe.experts.{e}.{leaves[leaf]}.weight"]
+                weights = weights_of(values, entry.name.removesuffix(".weight"), e).astype(np.float32)
+                q = search_blocks(x, recipe("nvfp4-gguf"), "mse", weights)
+                raw += pack_gguf(q.packed, q.block_scale, "nvfp4").tobytes()
+            assert whole[entry.start : entry.start + entry.nbytes] == raw, entry.name
+    assert stacks == 3 * llama_cpp.LAYERS
+    assert verify(tmp_path / "o.gguf", tmp_path / "m", search=search).clean
 
 
 def test_layers_without_weights_get_equal_ones(model, tmp_path: Path) -> None:
