@@ -20,7 +20,7 @@ from fp4kit.arithmetic import ieee
 from fp4kit.contract import compare_layer, faults
 from fp4kit.contract import sides as side_rows
 from fp4kit.contract.compare_layer import INPUTS_DIFFER, Kind, LayerParity, Parity
-from fp4kit.contract.engines import FUSED, serving_of
+from fp4kit.contract.engines import FUSED, OF_CHECKPOINTS, serving_of
 from fp4kit.contract.schema import Contract, only_decoding
 from fp4kit.contract.sides import (
     NO_CONTRACT,
@@ -165,15 +165,23 @@ def parity(
         raise TypeError(f"{OP}: seconds is {seconds!r:.60}; needs a number or None")
     if seconds is not None and not seconds >= 0:
         raise ValueError(f"{OP}: seconds is {seconds:g}; needs 0 or more")
-    if engine is not None or scheme is not None:
-        served = serving_of(OP, engine, scheme).contract
-        rollout = served if rollout is None else (served, rollout)
-    if rollout is None:
+    served = None if engine is None and scheme is None else serving_of(OP, engine, scheme).contract
+    if rollout is None and served is None:
         raise TypeError(f"{OP}: rollout is missing; needs a contract, a model or tensors, or an engine and a scheme")
-    sides = side_rows.side_of("train", train), side_rows.side_of("rollout", rollout)
+    sides = side_rows.side_of("train", train), side_rows.side_of("rollout", served if rollout is None else rollout)
+    if rollout is not None and served is not None:
+        sides[1].contract = _serving_codes(served, sides[1].contract)
     source = side_rows.source_of("weights", weights)
     check = _Check(sides, source, side_rows.source_of("inputs", inputs), elements)
     return check.run(layers, seconds, side_rows.source_of("kv", kv))
+
+
+def _serving_codes(served: Contract, own: Contract) -> Contract:
+    """Return the contract of an engine that serves stored codes: they are its checkpoint's, decoded as it does."""
+    known = {name: getattr(own, name) for name in (*OF_CHECKPOINTS, "shared_amax") if name not in own.unknown}
+    if isinstance(own.weights, Recipe) and isinstance(served.weights, Recipe):
+        known["weights"] = replace(own.weights, decode_rule=served.weights.decode_rule)
+    return served.stating(**known)
 
 
 class _Check:

@@ -6,8 +6,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 from exhaustive import half
+from safetensors.numpy import save_file
 
 import fp4kit
+import fp4kit.checkpoint
 from fp4kit import Contract, parity
 from fp4kit.contract.compare_layer import chance_of_a_miss, products, why_no_products
 from fp4kit.contract.sides import NO_CONTRACT, RowReader, Side, differing_bits, rows_of, same
@@ -377,6 +379,21 @@ def test_settings_that_nobody_states_are_one_line():
     assert "unknown setting: rollout alone states served_dtype (none), kv_cache (none)\n" in str(found)
     chance = "not in the sample: if 1 element differs at a random place, the sample misses it with a chance of 0.97; "
     assert chance in chance_of_a_miss(found.layers[:1])
+
+
+def test_an_engine_serves_the_codes_of_its_checkpoint(tmp_path):
+    """With engine=, the recipe of the rollout is that of the checkpoint, not the one that the engine names first."""
+    w = np.random.default_rng(0).standard_normal((64, 64), dtype=np.float32)
+    save_file({"up_proj.weight": w}, tmp_path / "w.safetensors")
+    train = Contract("nvfp4-compressed-tensors", served_dtype="bfloat16")
+    engine = {"engine": "transformers", "scheme": "nvfp4-w4a16"}
+    for made, equal in (("nvfp4-te", False), ("nvfp4-compressed-tensors", True)):
+        path = tmp_path / f"{made}.safetensors"
+        fp4kit.checkpoint.convert(tmp_path / "w.safetensors", path, made, format="compressed-tensors")
+        found = parity(train, path, weights=tmp_path / "w.safetensors", **engine)
+        assert found.equal == equal
+        assert equal or "recipe nvfp4-compressed-tensors in train and nvfp4-te in rollout" in found.layers[0].setting
+        assert not any("rollout" in text and "excluded" in text for text in found.contracts.uncertain)
 
 
 def test_only_compared_rows_of_a_reader_are_read():
