@@ -47,7 +47,7 @@ def test_another_recipe_is_noticed(run, monkeypatch):
         (
             "recipe",
             "block scale",
-            "recipe nvfp4-te with decode_rule=product in train and nvfp4-flashinfer-4over6-mse-448 in rollout",
+            "recipe nvfp4-te in train and nvfp4-flashinfer-4over6-mse-448 in rollout",
         ),
         ("activations", "product", "setting: the inputs are quantized differently; see the inputs"),
         ("unit", "product", "unit sm100 in train and dequantized in rollout"),

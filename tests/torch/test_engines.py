@@ -244,7 +244,7 @@ WRONG = [
     ({"scheme": "nvfp4-w4a4"}, TypeError, "is given without an engine"),
     ({"engine": "transformers"}, ValueError, "needs a scheme too; needs one of 'nvfp4-w4a16'"),
     ({"engine": "transformer", "scheme": "nvfp4-w4a4"}, ValueError, "did you mean transformers"),
-    ({"engine": "transformers", "scheme": "nvfp4-w4a8"}, ValueError, "did you mean nvfp4-w4a"),
+    ({"engine": "transformers", "scheme": "nvfp4-w4a8"}, ValueError, "; llama.cpp has it; "),
     ({"engine": "transformers", "scheme": "nvfp4-w4a4"}, ValueError, "reads stored input scales; pass inputs="),
     ({"engine": "torchao", "scheme": "nvfp4-w4a16", "inputs": {}}, ValueError, "stores no input scales"),
     ({"engine": "torchao", "scheme": "nvfp4-w4a16", "recipe": "nvfp4-te"}, TypeError, "recipe cannot be given with"),

@@ -56,7 +56,7 @@ def test_a_conversion_writes_its_contract(source, tmp_path):
     )
     assert contract.inferred == () and FILE in load_manifest(out)["files"]
     contract.stating(unit="exact").save(out / FILE)  # an edited contract is noticed
-    assert any(text.startswith(f"{FILE}: has ") for text in differences(out))
+    assert any(one.name == FILE and one.text.startswith("has ") for one in differences(out))
 
 
 def test_a_conversion_with_patterns_and_a_search(source, tmp_path):
