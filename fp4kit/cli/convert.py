@@ -418,9 +418,9 @@ def _source(paths: Sequence[str], demo: bool) -> Path:
 
 
 def _notes_of(plan: Plan, destination: Path, findings: Sequence[Issue]) -> dict[str, list[str]]:
-    """Return the texts of a conversion's errors and warnings, {"error": [...], "warning": [...]}."""
+    """Return the texts of a conversion's findings, {"error": [...], "warning": [...], "note": [...]}."""
     planned = {text for _, text in lines_of(plan.findings)}
-    found = {"error": [], "warning": [text for text in plan.warnings if text not in planned]}
+    found = {"error": [], "warning": [text for text in plan.warnings if text not in planned], "note": []}
     for severity, text in lines_of(one for one in asked(plan, findings) if one.text not in found["warning"]):
         found[severity].append(text)
     found["warning"] += notes_on_file(plan, destination)
@@ -453,7 +453,7 @@ def _outcome_body(
         "as_in_source": [{"name": name, "declared": declared} for name, declared in plan.as_in_source.items()],
         "skipped": [{"name": name, "reason": reason} for name, reason in plan.auxiliary.skipped],
         "errors": notes["error"],
-        "warnings": [*notes["error"], *notes["warning"], *doubts],
+        "warnings": [*notes["error"], *notes["warning"], *notes["note"], *doubts],
     }
 
 

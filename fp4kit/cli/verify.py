@@ -80,7 +80,7 @@ def _check_page(option: str, page: Path, *models: str | None) -> None:
 
 
 _MOST_PLACES = 4
-_MOST_ROWS, _WORST = 24, 3  # of more layers than this, those with a finding are printed, and those with the least SQNR
+_MOST_ROWS = 24  # of more layers than this, those with a finding are printed
 
 
 def _print_report(out: Output, report: VerifyReport, whole: bool) -> None:
@@ -92,8 +92,7 @@ def _print_report(out: Output, report: VerifyReport, whole: bool) -> None:
     listed = [x for x in report.layers if x.tally.compared or x.compared or x.tally.zero_blocks or x.name in named]
     others = 0
     if len(listed) > _MOST_ROWS and not whole:
-        of_worst = sorted((x for x in listed if x.tally.sqnr_db is not None), key=lambda x: x.tally.sqnr_db or 0)
-        chosen = {x.name for x in (*of_worst[:_WORST], *(x for x in listed if x.differing or x.name in named))}
+        chosen = {x.name for x in listed if x.differing or x.name in named}
         others, listed = len(listed), [x for x in listed if x.name in chosen]
         others -= len(listed)
     out.table(columns, [_cells(layer) for layer in listed])

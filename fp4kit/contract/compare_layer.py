@@ -255,13 +255,17 @@ class Parity:
         return Panel(title, columns=COLUMNS, rows=self.rows())
 
 
+_UNUSUAL = ("patterns", "hadamard", "hadamard_signs", "scale_search")  # a side that uses one of these states it
+
+
 def _in_one_line(uncertain: tuple[str, ...]) -> tuple[str, ...]:
     """Return texts about unknown settings, one for all settings that are unknown in the same contracts."""
     alike: dict[str, list[tuple[str, str]]] = {}
     for text in uncertain:
         name, _, rest = text.partition(": ")
         where, _, said = rest.partition("; the other says ")
-        alike.setdefault(where, []).append((name, said))
+        if said != "none" or name not in _UNUSUAL:
+            alike.setdefault(where, []).append((name, said))
     side = {"unknown in the first contract": "rollout alone", "unknown in the second contract": "train alone"}
     return tuple(
         f"{side.get(where, 'neither side')} states "

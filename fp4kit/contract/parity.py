@@ -695,12 +695,14 @@ class _Check:
         """Quantize inputs on both sides, and yield one comparison per input."""
         tensors = self.inputs or {"drawn": self._input("drawn", _DRAWN[1])}
         found = [*self._by_setting("activations", "input", tensors)]
+        # Drawn inputs are those of no layer. Stored scales are compared for themselves (_of_input_scales).
         lacking = [
             side.label
             for side in self.sides
             if found and side.contract.input_scales == "static"
             for absent in [[name for name in tensors if name not in side.input_scales]]
-            if any(self._input_recipe(side, "activations", name) for name in absent)
+            if (self.inputs or not side.input_scales)
+            and any(self._input_recipe(side, "activations", name) for name in absent)
         ]
         if lacking:
             text = f"stored input scales of {' and '.join(lacking)}; inputs are compared with their own amax"

@@ -24,7 +24,8 @@ def named(engines: Iterable[str]) -> str:
 class Issue:
     """A fault of a checkpoint, or a fact that its user should know.
 
-    severity: "error" for a fault, "warning" for a fact that the user should know.
+    severity: "error" for a fault, "warning" for a fact that the user should know, "note" for an engine that does not
+        load such checkpoints at all.
     subject: the name of the tensor, layer or file, or "model".
     text: what is wrong. If ``count`` is not 0, it names the kind of items that are counted.
     loader: the engine, with its version, that would fail or misread the checkpoint; "" if the issue is not about an

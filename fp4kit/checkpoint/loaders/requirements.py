@@ -280,9 +280,13 @@ def other_schemes(row: Serving, config: Config) -> str:
 
 
 def _traps(container: str, family: str, layers: Collection[str]) -> Iterator[Issue]:
-    """Yield a warning for each engine that is known to reject or misread even a sound checkpoint in this container."""
-    found = ((engine, _trap(engine, container, family, layers)) for engine in VERSIONS)
-    yield from (finding(one, "warning", "model", text) for one, text in found if text and SPLIT_EXPERTS not in text)
+    """Yield a note per engine that is known to reject even a sound checkpoint in this container, a warning if it would
+    misread it.
+    """
+    for engine in VERSIONS:
+        text = _trap(engine, container, family, layers)
+        if text and SPLIT_EXPERTS not in text:
+            yield finding(engine, "note" if text.startswith("fails") else "warning", "model", text)
 
 
 REJECTS = "and rejects the layer"  # the end of a warning about an engine that cannot use a sound checkpoint

@@ -116,6 +116,7 @@ class LayerReport:
         return {**asdict(self), **counts, "differing": self.differing, "sqnr_db": self.tally.sqnr_db}
 
 
+_SEVERITIES = ("error", "warning", "note")
 _MANIFEST_IS = {"equal": "files match the manifest", "differs": "files differ from the manifest", "none": "no manifest"}
 
 
@@ -169,7 +170,7 @@ class VerifyReport:
     @property
     def verdict(self) -> str:
         """The result in one line, such as "37 layers, files match the manifest; errors: 0, warnings: 0"."""
-        count = len(self.issues) - self.errors
+        count = sum(issue.severity == "warning" for issue in self.issues)
         unread = f", {len(self.unread)} not read" * bool(self.unread)
         text = f"{counted(len(self.layers), 'layer')}{unread}, {_MANIFEST_IS[self.manifest]}"
         if self.source is not None:
@@ -673,7 +674,7 @@ def execute(prepared: Verification, options: Options | None = None) -> VerifyRep
         layers,
         len(prepared.copies),
         tuple(sorted(changed)),
-        tuple(sorted(dict.fromkeys(issues), key=lambda issue: issue.severity)),
+        tuple(sorted(dict.fromkeys(issues), key=lambda issue: _SEVERITIES.index(issue.severity))),
         prepared.parallel,
         len(prepared.input_scales - {one.check.stored.name for one in found if one.compared.get(INPUT_SCALE)}),
         prepared.unread,

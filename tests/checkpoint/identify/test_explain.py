@@ -335,7 +335,7 @@ def test_unrelated_data_is_not_explained(name) -> None:
     noise = np.random.default_rng(1).integers(0, 256, stored(x, name).codes.shape, np.uint8)
     requantized = fp4kit.quantize(fp4kit.quantize(x, "mxfp4-torchao-ceil").dequantize(BF16), name)
     scaled = (x.astype(np.float32) * np.float32(1.01)).astype(BF16)
-    nothing = "nothing explains these bytes: nearest is "
+    nothing = "nothing explains these bytes: "
     near = ("near the source, but not equal to it: ", nothing)
     for layer, start in (
         (stored(weights(10), name), nothing),
