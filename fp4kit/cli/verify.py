@@ -32,7 +32,7 @@ from fp4kit.cli.command import DIFFERENT, DONE, Command, path_flag
 from fp4kit.cli.conversion_summary import verified_serve_command
 from fp4kit.cli.convert import WHERE, activations_of, devices_of, flags_of, recipes_of
 from fp4kit.cli.output import Output, shape_text
-from fp4kit.contract.compare_layer import COLUMNS, Parity
+from fp4kit.contract.compare_layer import COLUMNS, MOST_ROWS, Parity
 from fp4kit.contract.engines import Serving, decoding_of, serving_differences, serving_of, servings
 from fp4kit.contract.parity import parity
 from fp4kit.contract.schema import Contract
@@ -183,10 +183,13 @@ def _print_comparison(out: Output, comparison: CheckpointComparison) -> None:
     if any(len(ds) > 1 for ds in by_name.values()):
         out.line("missing: only A has it; extra: only B has it; --json lists every name")
     columns = {"#codes": "{codes} of {elements}", "#scales": "{scales}", "#values": "{values}", "tensor scales": "{of}"}
-    both = [one for one in comparison.layers if one.codes is not None and (one.differs or not comparison.paired)]
+    known = [one for one in comparison.layers if one.codes is not None]
+    both = [one for one in known if one.differs or (one.values and not comparison.paired)]
     layers = [{**vars(layer), "of": _tensor_scales(layer)} for layer in both]
     out.records(layers, {"quantized layer": "{name}", **columns, "#SQNR dB": "{sqnr_db:.2f}"})
-    alike = [x for x in comparison.layers if x.codes is not None and x.values and not x.differs]
+    if equal := [x for x in known if not x.differs and not x.values]:
+        out.line(f"not listed: {counted(len(equal), 'layer')} with equal codes, scales and values")
+    alike = [x for x in known if x.values and not x.differs]
     where = "in {} with equal codes and scales".format
     if zeros := [x for x in alike if x.zeros]:
         text = f"{counted(sum(x.zeros for x in zeros), 'zero')} of other sign, {where(counted(len(zeros), 'layer'))}"
@@ -223,7 +226,7 @@ def _parity(args: argparse.Namespace, out: Output) -> int:
         raise CheckpointError(str(error)) from None
     out.document("parity/1", {"train": args.train, "rollout": args.rollout or args.engine, **_parity_body(found)})
     out.line(found.verdict)
-    out.table(tuple(COLUMNS), [tuple(map(shown, row)) for row in found.rows()])
+    out.table(tuple(COLUMNS), [tuple(map(shown, row)) for row in found.rows(MOST_ROWS)])
     for layer in found.examples:
         out.lines(map(shown, layer.lines))
         if layer.worked is not None:

@@ -33,6 +33,7 @@ from fp4kit.units import ENGINE_ORDERS
 Kind: TypeAlias = Literal["weight", "input", "input scale", "kv cache", "other tensor", "tensor"]
 # kind of a LayerParity -> noun in texts; others are layers
 _NOUNS = {"input": "input", "input scale": "input scale", "kv cache": "KV cache", "other tensor": "other tensor"}
+MOST_ROWS = 12  # of the table that print shows
 COLUMNS = ("layer", "codes", "block scales", "values", "products", "first step that differs")
 
 
@@ -236,23 +237,32 @@ class Parity:
         )
         return tuple((title, texts) for title, texts in found if texts)
 
-    def rows(self) -> tuple[tuple[str, ...], ...]:
-        """Return the cells of the table as texts: one row per layer that differs, and one cell per name in COLUMNS."""
-        return tuple(
-            (
-                layer.name if layer.kind == "weight" else f"{layer.kind} {layer.name}",
-                *(
-                    f"{differing:,} of {total:,}" if total else "-"
-                    for differing, total in (layer.codes, layer.scales, layer.values, layer.products)
-                ),
-                str(layer.step),
+    def rows(self, most: int | None = None) -> tuple[tuple[str, ...], ...]:
+        """Return the cells of the table as texts: one row per layer that differs, and one cell per name in COLUMNS.
+
+        most: the largest number of rows, of which the last counts the other layers; None for all.
+        """
+        found = self.differing if most is None or len(self.differing) <= most else self.differing[: most - 1]
+        rest = len(self.differing) - len(found)
+        more = ((f"and {counted(rest, 'other')}", *[""] * (len(COLUMNS) - 1)),) if rest else ()
+        return (
+            tuple(
+                (
+                    layer.name if layer.kind == "weight" else f"{layer.kind} {layer.name}",
+                    *(
+                        f"{differing:,} of {total:,}" if total else "-"
+                        for differing, total in (layer.codes, layer.scales, layer.values, layer.products)
+                    ),
+                    str(layer.step),
+                )
+                for layer in found
             )
-            for layer in self.differing
+            + more
         )
 
     def _panel(self, title: str) -> Panel:
         """Return a Panel (a table with a title) with one row per differing layer."""
-        return Panel(title, columns=COLUMNS, rows=self.rows())
+        return Panel(title, columns=COLUMNS, rows=self.rows(MOST_ROWS))
 
 
 _UNUSUAL = ("patterns", "hadamard", "hadamard_signs", "scale_search")  # a side that uses one of these states it

@@ -512,6 +512,15 @@ def test_hadamard_transforms_only_weights_that_are_quantized():
     assert found.equal  # without weights there is nothing to transform
 
 
+def test_print_shows_the_first_of_many_layers():
+    names = [f"layers.{i}.o_proj" for i in range(20)]
+    a, b = ({name: np.full((1, 32), value, np.float32) for name in names} for value in (1, 2))
+    found = parity(a, b)
+    assert len(found.rows()) == 20 and found.rows(20) == found.rows()
+    assert found.rows(12)[:11] == found.rows()[:11] and found.rows(12)[11][0] == "and 9 others"
+    assert "and 9 others" in str(found) and names[10] in str(found) and names[11] not in str(found)
+
+
 def test_stored_input_scales_are_noted():
     found = parity(BASE.stating(input_scales="static"), BASE.stating(input_scales="dynamic"), weights=W)
     assert found.notes == ("stored input scales of train; inputs are compared with their own amax",)
