@@ -214,9 +214,14 @@ def _disagreement(engine: str, members: list[str], suffix: str, scales: Mapping[
         which, kept = f"that of {gate}", values[gate]
         by = " by most back ends" if engine == "SGLang" else ""
     ratio = {leaf: (kept / value if suffix == ".weight_scale_2" else value / kept) for leaf, value in values.items()}
-    off = ", ".join(f"{leaf} by {factor:.4g}" for leaf, factor in ratio.items() if factor != 1)
+    off = ", ".join(f"{leaf} by {_unlike_one(factor)}" for leaf, factor in ratio.items() if factor != 1)
     text = f"{suffix[1:]} differs; {which} is used for all{by}, so values are off by a factor: {off}"
     return text if max(values.values()) > _MOST_REPAIRABLE * min(values.values()) else f"{text}{REPAIRABLE}"
+
+
+def _unlike_one(factor: float) -> str:
+    """Return a factor other than 1 with four digits, or with as many as tell it from 1."""
+    return next(text for text in (f"{factor:.{digits}g}" for digits in range(4, 18)) if float(text) != 1)
 
 
 def _scale_findings(layers: Iterable[str], scales: Mapping[str, float], engines: Iterable[str]) -> Iterator[Issue]:

@@ -234,6 +234,8 @@ DIVISOR = "the largest divisor, which is the smallest scale, | gate_proj by 0.5"
     ("container", "parent", "stored", "text"),
     [
         (W4A16, "a.mlp", {"gate_proj": 1.0, "up_proj": 2.0}, "the largest | gate_proj by 2"),
+        (W4A16, "a.mlp", {"gate_proj": 1.0001, "up_proj": 1.0}, "the largest | up_proj by 1.0001"),
+        (W4A16, "a.mlp", {"gate_proj": 1.0, "up_proj": 1 - 2.0**-24}, "the largest | up_proj by 1.0000001"),
         (W4A16, "a.mlp.experts.0", {"gate_proj": 1.0, "up_proj": 2.0}, "that of gate_proj | up_proj by 0.5"),
         (W4A16, "a.experts.0", {"w1": 4.0, "w3": 1.0}, "that of w1 | w3 by 4"),
         (W4A16, "a.self_attn", {"q_proj": 1.0, "k_proj": 1.0, "v_proj": 4.0}, "the largest | q_proj by 4, k_proj by 4"),
