@@ -8,17 +8,29 @@ from __future__ import annotations
 
 import math
 import operator
+import os
 import re
 import sys
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from contextvars import ContextVar
 from dataclasses import fields
 from difflib import get_close_matches
-from functools import wraps
+from functools import cache, wraps
 from inspect import Parameter, signature
 from pathlib import Path
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from types import SimpleNamespace, UnionType
+from typing import (
+    Any,
+    NamedTuple,
+    ParamSpec,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 import numpy as np
 
@@ -122,17 +134,27 @@ _OTHER_NAMES = {
     "scales": ("block_scale", "use block_scale and tensor_scale"),
     "global_scale": ("tensor_scale", "use tensor_scale, which multiplies on decode"),
     "stochastic": ("rounding", "use rounding='stochastic' with a seed"),
-    **{name: ("wishes", f"use wishes=Wishes({name}=...)") for name in ("keep", "only", "include")},
+    **{
+        name: ("wishes", f"use wishes=Wishes({name}=...)")
+        for name in ("keep", "only", "include", "preset", "like", "keep_first", "keep_last")
+    },
     "exclude": ("wishes", "use wishes=Wishes(keep=...)"),
+    **{
+        name: ("options", f"use options=Options({name}=...)")
+        for name in ("workers", "executor", "devices", "resume", "progress", "processes")
+    },
+    "device": ("options", "use options=Options(devices=[0])"),
+    "dry_run": ("codes", "print(make_plan(...)) shows what would be done"),
+    "bits": ("codes", "assign_recipes(source, bits) gives the recipe and recipes to pass"),
 }
 
 
 def check_call(function: Callable[..., Any], args: Sequence[Any], names: Collection[str]) -> None:
     """Raise TypeError with a helpful message if a call that raised TypeError contains a frequent mistake.
 
-    These mistakes are looked for, in this order: too many positional arguments, a missing recipe, and a keyword that
-    the function does not have. If the call has none of them, return None; the caller then raises the original error
-    again.
+    These mistakes are looked for, in this order: too many positional arguments, a missing recipe, a keyword that the
+    function does not have, and any other missing argument. If the call has none of them, return None; the caller then
+    raises the original error again.
 
     function: the function that was called. args: the positional arguments. names: the names of the keyword arguments.
     """
@@ -151,6 +173,9 @@ def check_call(function: Callable[..., Any], args: Sequence[Any], names: Collect
     for name in names:
         if name not in parameters:
             raise no_argument(function.__name__, name, parameters)
+    missing = [name for name in required if name not in names]
+    if missing:
+        raise TypeError(f"{function.__name__}: {missing[0]} is missing; needs {', '.join(positional)}")
 
 
 def explains_calls(function: Callable[P, T]) -> Callable[P, T]:
@@ -172,6 +197,115 @@ def explains_calls(function: Callable[P, T]) -> Callable[P, T]:
             raise
 
     return call
+
+
+def explains_class(cls: type[T]) -> type[T]:
+    """Decorate a class so that wrong arguments, also of dataclasses.replace, raise the TypeError of ``check_call``."""
+    make = cls.__init__
+
+    @wraps(make)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            make(self, *args, **kwargs)
+        except TypeError:
+            check_call(cls, args, kwargs)
+            raise
+
+    cls.__init__ = __init__  # type: ignore[method-assign]
+    return cls
+
+
+# {type of an argument, or the name of its class: what a message calls it}
+_KINDS: dict[Any, str] = {
+    str: "a string",
+    Path: "a path",
+    bool: "True or False",
+    float: "a number",
+    Callable: "a function",
+    Mapping: "a mapping (such as a dict)",
+    Iterable[str]: "a glob, or several",
+    Sequence[str]: "a string, or several",
+    Iterable[str | Path]: "several paths",
+    type(None): "None",
+    "Options": "Options(...)",
+    "Plan": "the result of make_plan",
+    "Recipe": "a recipe (its id or a Recipe)",
+    "Rules": "a Rules, such as Rules.of('nvfp4-te')",
+    "ScaleSearch": "a ScaleSearch (such as ScaleSearch.of('mse'))",
+    "Wishes": "Wishes(...)",
+}
+_PAIRS = "(pattern, recipe) pairs, such as [('*.down_proj', 'mxfp4-ocp')]"
+
+
+def _of_kind(value: Any, hint: Any) -> Any:
+    """Return a value of the type ``hint`` in its standard form. Raise TypeError or ValueError for any other value."""
+    kind, inner = get_origin(hint) or hint, get_args(hint)
+    if kind in (Union, UnionType):
+        for one in inner:
+            with suppress(TypeError, ValueError):
+                return _of_kind(value, one)
+    elif kind in (bool, int):
+        return (as_flag if kind is bool else as_index)("", "", value)
+    elif kind is float:
+        as_float32("", "", value, "")
+        return value
+    elif kind in (Iterable, Sequence) and Any not in get_args(inner[0]):  # tensors are not read ahead
+        is_one = isinstance(value, str) and hint in _KINDS
+        return (value,) if is_one else tuple(_of_kind(one, inner[0]) for one in value)
+    elif kind is tuple:
+        first, second = value if isinstance(value, (tuple, list)) else ()
+        return _of_kind(first, inner[0]), _of_kind(second, inner[1])
+    elif callable(value) if kind is Callable else isinstance(value, os.PathLike if kind is Path else kind):
+        return value
+    raise TypeError
+
+
+def _in_words(hint: Any) -> str:
+    """Return what an argument of the type ``hint`` must be."""
+    kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    names = [getattr(get_origin(kind) or kind, "__name__", "") for kind in kinds]
+    texts = []
+    for kind, name in zip(kinds, names, strict=True):
+        if kind is str and {"Path", "Recipe"} & {*names}:
+            continue  # the path or the recipe that follows is named
+        known = next((_KINDS[key] for key in (kind, get_origin(kind), name) if key in _KINDS), "")
+        entry = get_args(kind)[0] if get_origin(kind) in (Iterable, Sequence) else None
+        if get_origin(entry) is tuple:
+            known = "(name, array) pairs" if Any in get_args(entry) else _PAIRS
+        texts.append(known or with_article(name))
+    return " or ".join([", ".join(texts[:-1]), texts[-1]] if len(texts) > 1 else texts)
+
+
+def checks_kinds(function: Callable[P, T], types: Mapping[str, Any] | None = None) -> Callable[P, T]:
+    """Decorate a function so that it gets arguments of the types of its annotations, in their standard form.
+
+    Any other argument raises TypeError before any work. If several strings may be given, one string counts as one, not
+    as its letters. Errors are as ``explains_calls`` writes them.
+
+    types: {parameter: type}, of parameters that the function itself does not annotate.
+    """
+    known = signature(function)
+
+    @cache  # at the first call, because annotations may name what a module defines later
+    def hints() -> Mapping[str, Any]:
+        own = {one.name: one.annotation for one in known.parameters.values() if one.name not in (types or {})}
+        return {**get_type_hints(SimpleNamespace(__annotations__=own), function.__globals__), **(types or {})}
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        try:
+            bound = known.bind(*args, **kwargs)
+        except TypeError as error:
+            raise TypeError(f"{function.__name__}: {error}") from None
+        for name, value in bound.arguments.items():
+            try:
+                bound.arguments[name] = _of_kind(value, hints()[name])
+            except (TypeError, ValueError):
+                needed = _in_words(hints()[name])
+                raise TypeError(f"{function.__name__}: {name} is {written(value)}; needs {needed}") from None
+        return function(*bound.args, **bound.kwargs)
+
+    return explains_calls(call)
 
 
 IN_COMMAND: ContextVar[bool] = ContextVar("in_command", default=False)  # True while a command of fp4kit runs
@@ -322,8 +456,8 @@ def as_mapping(op: str, name: str, value: Any) -> Mapping[Any, Any]:
     raise TypeError(f"{op}: {name} is {a_type(value)}; needs a mapping, such as a dict")
 
 
-def as_entries(op: str, name: str, value: Any) -> Any:
-    """Return a list or tuple unchanged. Convert any other iterable to a list.
+def as_entries(op: str, name: str, value: Any, of: str = "arrays") -> Any:
+    """Return a list or tuple unchanged. Convert any other iterable to a list. ``of`` are its entries in the message.
 
     Raise TypeError if `value`, the argument `name` of the function op, is not iterable.
     """
@@ -332,7 +466,7 @@ def as_entries(op: str, name: str, value: Any) -> Any:
     try:
         return list(value)
     except TypeError:
-        raise TypeError(f"{op}: {name} is {a_type(value)}; needs a sequence of arrays") from None
+        raise TypeError(f"{op}: {name} is {a_type(value)}; needs a sequence of {of}") from None
 
 
 def as_path(op: str, path: Any) -> Path:

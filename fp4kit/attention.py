@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from fp4kit.arguments import as_flag, as_float32
+from fp4kit.arguments import as_flag, as_float32, explains_calls
 from fp4kit.arithmetic import ieee
 from fp4kit.arrays.imports import import_arrays, making_current, on_device, to_device, to_host
 from fp4kit.arrays.returns import returns_in_library
@@ -84,6 +84,7 @@ class QuantizedP(NamedTuple):
     row_sum: Any
 
 
+@explains_calls
 @returns_in_library
 @ieee("quantize_qkv")
 @np.errstate(all="ignore")
@@ -206,6 +207,7 @@ def _quantized(x: Any, axis: int) -> Quantized:
     return q
 
 
+@explains_calls
 def kernel_scales(q: Quantized) -> Any:
     """Return the block scales of Q, K or V in the order in which SageAttention3's kernels store them.
 
@@ -237,6 +239,7 @@ def kernel_scales(q: Quantized) -> Any:
     return tiles.swapaxes(-4, -2).reshape(q.block_scale.shape)
 
 
+@explains_calls
 @returns_in_library
 @ieee("quantize_p")
 @np.errstate(all="ignore")
@@ -336,6 +339,7 @@ def _added(sums: np.ndarray) -> np.ndarray:
     return (sums[..., 0] + sums[..., 1]) + (sums[..., 2] + sums[..., 3])
 
 
+@explains_calls
 @returns_in_library
 @ieee("attention")
 def attention(
@@ -506,6 +510,7 @@ def _per_query_head(x: Any, q: Any) -> Any:
     return x.repeat(group, axis=-3) if group > 1 else x
 
 
+@explains_calls
 @ieee("error_budget")
 @np.errstate(all="ignore")
 def error_budget(

@@ -26,7 +26,17 @@ import numpy.typing as npt
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from fp4kit.arguments import a_type, as_entries, as_flag, as_float32, as_index, as_path, as_safetensors_path, as_word
+from fp4kit.arguments import (
+    a_type,
+    as_entries,
+    as_flag,
+    as_float32,
+    as_index,
+    as_path,
+    as_safetensors_path,
+    as_word,
+    explains_class,
+)
 from fp4kit.arithmetic import ieee
 from fp4kit.arrays.imports import cupy, import_arrays, on_device, to_host
 from fp4kit.formats import E4M3, NVFP4
@@ -75,6 +85,7 @@ def bin_of(amax: np.float32) -> int:
     return int(np.searchsorted(edges(), np.float32(amax).view(np.uint32), side="right"))
 
 
+@explains_class
 @dataclass(frozen=True)
 class Headroom:
     """Choose an amax that is usually far above the collected inputs, so that larger inputs do not saturate.
@@ -421,6 +432,7 @@ _RECIPE = "nvfp4-modelopt"  # the recipe whose block amaxes are collected; they 
 _Key = tuple[str, int | None]  # (layer, number of experts); None for a layer without experts, or for one expert
 
 
+@explains_class
 class Collector:
     """Keep, for each layer, the largest magnitude of its inputs, its number of tokens and a histogram of block amaxes.
 
@@ -635,7 +647,7 @@ class Collector:
                 columns.
             ValueError: if an input on a GPU was NaN or infinite.
         """
-        members = as_entries("merge", "collectors", collectors)
+        members = as_entries("merge", "collectors", collectors, "Collectors")
         for member in members:
             if not isinstance(member, Collector):
                 raise TypeError(f"merge: collectors has {a_type(member)}; needs Collectors")

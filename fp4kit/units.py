@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
 from typing import Any, Literal, get_args
 
-from fp4kit.arguments import suggestion, title_of, with_article
+from fp4kit.arguments import explains_class, suggestion, title_of, with_article
 
 Order = Literal["exact", "float64", "float32-blocks", "dequantized", "mlx-cpu", "ggml-avx2", "ggml-avx2-repacked"]
 ORDERS: tuple[str, ...] = get_args(Order)
@@ -19,6 +19,7 @@ ORDERS: tuple[str, ...] = get_args(Order)
 ENGINE_ORDERS = ORDERS[4:]
 
 
+@explains_class
 @dataclass(frozen=True)
 class DotAdd:
     """The arithmetic of one step (one instruction) of an NVIDIA matrix unit, which adds k products to a sum C.
@@ -67,6 +68,7 @@ class DotAdd:
             )
 
 
+@explains_class
 @dataclass(frozen=True)
 class IntegerAdd:
     """The arithmetic of one step (one instruction) on 8-bit integers, which adds k exact products to an int32 C.
@@ -90,6 +92,7 @@ class IntegerAdd:
             raise TypeError(f"IntegerAdd: saturate is {self.saturate!r:.60}; needs a bool")
 
 
+@explains_class
 @dataclass(frozen=True)
 class FloorDotAdd:
     """The arithmetic of one step (one instruction) of AMD's CDNA3 matrix unit, which adds k products to a sum C.
@@ -149,6 +152,7 @@ def _check_ints(step: Any, limits: dict[str, tuple[int, int]]) -> None:
             raise ValueError(f"{name}: {field} is {value}; needs {low} to {high}")
 
 
+@explains_class
 @dataclass(frozen=True)
 class Unit:
     """A matrix unit, described by one step per kind of operands; or an order of addition that no hardware uses.

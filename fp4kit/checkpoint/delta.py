@@ -25,7 +25,7 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from fp4kit.arguments import explains_calls
+from fp4kit.arguments import checks_kinds
 from fp4kit.checkpoint import staging
 from fp4kit.checkpoint.containers.table import CODES, SCALES
 from fp4kit.checkpoint.model.inspect import inspect_checkpoint
@@ -240,7 +240,7 @@ class PatchReport:
     layers: tuple[LayerFlips, ...]
 
 
-@explains_calls
+@checks_kinds
 def diff(base: str | Path, new: str | Path, patch: str | Path, progress: Tick | None = None) -> PatchReport:
     """Write a patch that turns the checkpoint ``base`` into ``new``.
 
@@ -483,7 +483,7 @@ def _changed_nibbles(changes: npt.NDArray[np.uint8]) -> int:
     return int(np.count_nonzero(changes & 0x0F) + np.count_nonzero(changes & 0xF0))
 
 
-@explains_calls
+@checks_kinds
 def apply(
     base: str | Path, patch: str | Path, destination: str | Path, resume: bool = False, progress: Tick | None = None
 ) -> Path:

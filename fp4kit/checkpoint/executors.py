@@ -35,6 +35,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from fp4kit import __version__
+from fp4kit.arguments import explains_class
 from fp4kit.arrays import imports
 from fp4kit.cpu.library import alone
 from fp4kit.storage.files import CheckpointError, SafetensorsFile, signals_held
@@ -275,6 +276,7 @@ def mpi_executor() -> Iterator[Executor]:
 Progress = Callable[[int], None]  # called with the number of bytes of source tensors processed since the last call
 
 
+@explains_class
 @dataclass(frozen=True)
 class Options:
     """Options for the execution of a plan. The bytes that are written do not depend on them.

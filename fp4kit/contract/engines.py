@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from functools import cache
 from typing import Any, Literal
 
-from fp4kit.arguments import as_word
+from fp4kit.arguments import as_word, explains_class
 from fp4kit.contract.engine_table import CONTAINERS, ENGINES, TORCH
 from fp4kit.contract.schema import Contract, ServedDtype
 from fp4kit.recipes import Recipe, recipe
@@ -26,6 +26,7 @@ FUSED = (("gate_proj", "up_proj"), ("k_proj", "q_proj", "v_proj"))
 OF_CHECKPOINTS = ("patterns", "excluded", "kv_cache", "kv_layout", "scale_search")
 
 
+@explains_class
 @dataclass(frozen=True)
 class Serving:
     """The computation of a quantized linear layer y = x w^T in one engine.

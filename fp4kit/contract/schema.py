@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar, get_args
 
-from fp4kit.arguments import a_type, as_index, as_word, is_one_of
+from fp4kit.arguments import a_type, as_index, as_word, explains_class, is_one_of
 from fp4kit.layouts.kv import KVLayoutName, as_layout
 from fp4kit.lazy import FUNCTIONS
 from fp4kit.recipes import Recipe, name_for_inputs, recipe_of
@@ -255,6 +255,7 @@ class ContractDiff:
         return f"ContractDiff(settings that differ: {len(self.differences)}, unknown: {len(self.uncertain)})"
 
 
+@explains_class
 @dataclass(frozen=True)
 class Contract:
     """The settings that determine the bits with which a trainer or a server computes.

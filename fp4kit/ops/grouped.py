@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fp4kit.arguments import as_entries, as_flag, explains_calls
+from fp4kit.arguments import as_entries, as_flag, explains_calls, explains_class
 from fp4kit.arrays.imports import import_arrays, is_array
 from fp4kit.arrays.returns import PlanLibrary, library_of, returns_in_library, returns_in_plan_library, tensor_type
 from fp4kit.call.inputs import clip_amax
@@ -148,6 +148,7 @@ def _backward_calls(
     return [call for call, _ in pairs], limits, passed
 
 
+@explains_class
 class GroupedPlan:
     """A plan that quantizes N tensors again and again, such as the weights of a model in every training step.
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import numpy as np
 
-from fp4kit.arguments import a_type, as_flag, as_index, as_shape
+from fp4kit.arguments import a_type, as_flag, as_index, as_shape, explains_class
 from fp4kit.arithmetic import ieee
 from fp4kit.arrays.imports import check_tensor, check_unmasked, import_arrays, making_current, to_device, to_host
 from fp4kit.arrays.returns import TORCH, ArrayLibrary, library_of, numpy_dtype
@@ -338,6 +338,7 @@ _OTHER_NAMES = {
 _OF_ARRAYS = frozenset(name for name in dir(np.ndarray) if not name.startswith("_"))  # methods that users try
 
 
+@explains_class
 @dataclass(frozen=True, eq=False)
 class Quantized:
     """A quantized array: codes and scales, where value = decode(code) * block_scale * tensor_scale.

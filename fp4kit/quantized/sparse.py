@@ -8,12 +8,14 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from fp4kit.arguments import explains_class
 from fp4kit.arrays.imports import import_arrays, module_of
 from fp4kit.layouts import pack, unpack
 
 _DTYPES = ("float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8", "uint8")
 
 
+@explains_class
 @dataclass(frozen=True, eq=False)
 class Sparse:
     """A matrix (M, K) with at most two elements other than zero among each four along K (2:4 sparsity).

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields, replace
 from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, NoReturn
 
-from fp4kit.arguments import suggestion, title_of
+from fp4kit.arguments import explains_class, suggestion, title_of
 from fp4kit.formats import BlockFormat, ElementFormat
 from fp4kit.lazy import FUNCTIONS
 from fp4kit.recipes import rules
@@ -165,6 +165,7 @@ def check_one_level(op: str, r: Recipe) -> None:
         raise NotImplementedError(f"{op}: {r.id} {what}; dequantize it first, or use a recipe with one level")
 
 
+@explains_class
 @dataclass(frozen=True)
 class Recipe:
     """One producer's complete arithmetic for a format: how it computes scales, codes and decoded values.

@@ -30,7 +30,7 @@ from typing import Any
 
 import numpy as np
 
-from fp4kit.arguments import a_type, as_entries, as_flag, explains_calls
+from fp4kit.arguments import a_type, as_entries, as_flag, explains_calls, explains_class
 from fp4kit.arrays.imports import device_name, import_arrays
 from fp4kit.arrays.returns import PlanLibrary, returns_in_plan_library
 from fp4kit.call.parse import Partition, check_castable, check_shard, square_block
@@ -113,6 +113,7 @@ def _check_covers(partition: Partition, sizes: np.ndarray) -> None:
         )
 
 
+@explains_class
 @dataclass(frozen=True)
 class Shard:
     """The part of a matrix that one process owns: elements [start, start + n) of the flattened matrix.
@@ -180,6 +181,7 @@ def cast_master_weights(
     return MasterWeightsPlan(shards, comm, recipe, columnwise=columnwise, scale_layout=scale_layout).cast()
 
 
+@explains_class
 class MasterWeightsPlan:
     """Run cast_master_weights repeatedly on shards of the same shapes, with tables and buffers made once.
 

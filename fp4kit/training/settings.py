@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
-from fp4kit.arguments import as_flag, as_mapping, as_word
+from fp4kit.arguments import as_flag, as_mapping, as_word, explains_class
 from fp4kit.ops.quantize import fake_quantize, fake_quantize_backward
 from fp4kit.recipes import Recipe, recipe_of
 
@@ -28,6 +28,7 @@ def are_words(given: Any) -> bool:
     return not isinstance(given, str) and isinstance(given, Collection) and all(isinstance(one, str) for one in given)
 
 
+@explains_class
 @dataclass(frozen=True)
 class FakeQuantSettings:
     """The settings of fake-quantized training: the parameters to quantize, selected by their names, and the recipe.

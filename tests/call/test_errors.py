@@ -8,6 +8,7 @@ import inspect
 import re
 import subprocess
 import sys
+from dataclasses import fields, replace
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +21,8 @@ from inputs import BF16
 from together import together
 
 import fp4kit
-from fp4kit import layouts
+import fp4kit.checkpoint
+from fp4kit import attention, layouts
 from fp4kit.arrays import imports
 
 SCALES = np.zeros((128, 4), np.uint8)
@@ -232,7 +234,7 @@ def test_recipes_of_a_format_or_a_producer():
         fp4kit.recipes("foo")
     with pytest.raises(ValueError, match=r"^recipes: no recipe is of 'llama\.cpp'; did you mean 'nvfp4-gguf' or"):
         fp4kit.recipes("llama.cpp")
-    with pytest.raises(TypeError, match="missing 1 required positional argument: 'recipes'"):
+    with pytest.raises(TypeError, match="compare_recipes: recipes is missing; needs x, recipes"):
         fp4kit.compare_recipes(np.ones((1, 32), np.float32))
 
 
@@ -321,7 +323,7 @@ def test_an_argument_of_another_function():
         fp4kit.quantize(ROWS)
     with raises(TypeError, "quantize: got 3 arguments without a name; needs x, recipe; name the others, such as axis="):
         fp4kit.quantize(ROWS, "nvfp4", -1)
-    with raises(TypeError, "quantize() missing 1 required positional argument: 'x'"):
+    with raises(TypeError, "quantize: x is missing; needs x, recipe"):
         fp4kit.quantize(recipe="nvfp4")
 
 
@@ -486,3 +488,57 @@ def test_the_article_fits_the_type():
     fixed = re.compile(r"\ban? \{(type\(|kind\.)")  # an article that does not follow from the name of the type
     found = [path.name for path in Path(fp4kit.__file__).parent.rglob("*.py") if fixed.search(path.read_text())]
     assert found == ["parameters.py"]  # its two types begin with M and F
+
+
+# Exported classes that fp4kit makes, not its users
+_RESULTS = {"Assignment", "CheckpointComparison", "Comparison", "ContractDiff", "ConversionReport", "ErrorBudget"}
+_RESULTS |= {"ExplainedStep", "Explanation", "Identification", "KVIdentification", "LayerParity", "Parity"}
+_RESULTS |= {"CheckpointError", "Plan", "QuantizedLayers", "RecipeComparison", "Requantized", "VerifyReport"}
+_CLASSES = {
+    name: found
+    for module in (fp4kit, fp4kit.checkpoint, fp4kit.calibration)
+    for name in module.__all__
+    if isinstance(found := getattr(module, name), type) and name not in _RESULTS
+}
+
+
+@pytest.mark.parametrize("name", _CLASSES)
+def test_a_wrong_keyword_of_a_class_names_the_nearest(name):
+    parameters = [*inspect.signature(_CLASSES[name]).parameters]
+    keyword, given = parameters[-1], {"recipe": "nvfp4"} if "recipe" in parameters else {}
+    with raises(TypeError, f"{name}: there is no argument {keyword}z; did you mean {keyword}?"):
+        _CLASSES[name](**given, **{f"{keyword}z": 3})
+
+
+def test_a_wrong_keyword_of_replace_names_the_nearest():
+    for record, right in ((fp4kit.recipe("nvfp4"), "block"), (fp4kit.quantize(ROWS, "nvfp4"), "axis")):
+        with raises(TypeError, f"{type(record).__name__}: there is no argument {right}s; did you mean {right}?"):
+            replace(record, **{f"{right}s": 3})
+
+
+@pytest.mark.parametrize("name", attention.__all__)
+def test_a_wrong_keyword_of_attention_names_the_nearest(name):
+    function = getattr(attention, name)
+    if inspect.isfunction(function):
+        keyword = [*inspect.signature(function).parameters][-1]
+        with raises(TypeError, f"{name}: there is no argument {keyword}z; did you mean {keyword}?"):
+            function(**{f"{keyword}z": 3})
+
+
+def test_options_of_commands_say_where_python_has_them():
+    homes = {"wishes": "wishes=Wishes({}=...)", "options": "options=Options({}=...)"}
+    for home, record in (("wishes", fp4kit.checkpoint.Wishes), ("options", fp4kit.checkpoint.Options)):
+        for one in fields(record):
+            with raises(TypeError, f"convert: there is no argument {one.name}; use {homes[home].format(one.name)}"):
+                fp4kit.checkpoint.convert("a", "b", **{one.name: 3})
+    with raises(TypeError, "convert: there is no argument dry_run; print(make_plan(...)) shows what would be done"):
+        fp4kit.checkpoint.convert("a", "b", dry_run=True)
+    with raises(TypeError, "convert: there is no argument bits; assign_recipes(source, bits) gives the recipe"):
+        fp4kit.checkpoint.convert("a", "b", bits=5)
+
+
+def test_merge_needs_collectors():
+    one = fp4kit.calibration.Collector()
+    for merge in (fp4kit.calibration.Collector.merge, one.merge):
+        with raises(TypeError, "merge: collectors is a Collector; needs a sequence of Collectors"):
+            merge(one)

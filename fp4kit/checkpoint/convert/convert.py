@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from fp4kit import __version__
-from fp4kit.arguments import explains_calls
+from fp4kit.arguments import checks_kinds
 from fp4kit.checkpoint import staging
 from fp4kit.checkpoint.containers.engines import Issue, comfy, mlx
 from fp4kit.checkpoint.contract import contract_of_plan
@@ -393,7 +393,7 @@ def check_gguf_name(is_gguf: bool, target: Path) -> None:
     )
 
 
-@explains_calls
+@checks_kinds
 def execute(plan: Plan, destination: str | Path, options: Options | None = None) -> ConversionReport:
     """Execute a plan from make_plan, and write the result as the new directory or file ``destination``.
 

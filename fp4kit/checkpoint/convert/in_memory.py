@@ -13,7 +13,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from fp4kit.arguments import a_type, as_mapping, explains_calls, name_arguments, warn
+from fp4kit.arguments import a_type, as_mapping, checks_kinds, explains_calls, explains_class, name_arguments, warn
 from fp4kit.arithmetic import ieee
 from fp4kit.arrays.imports import cupy, to_device
 from fp4kit.arrays.returns import dtype_named, library_of
@@ -46,6 +46,7 @@ from fp4kit.recipes import recipe as recipe_called
 from fp4kit.storage.files import CheckpointError, TensorEntry, listed, shown
 
 
+@explains_class
 @dataclass(frozen=True)
 class Rules:
     """The rules of convert_tensors: the recipe, the container, and which tensors to quantize.
@@ -419,6 +420,7 @@ _Member = tuple[str, Any, Rules]  # layer name, matrix, and the rules of the lay
 INCOMPLETE = ("error", "quantize")
 
 
+@explains_class
 class TensorConverter:
     """Convert tensors that arrive in several buckets, such as those that a trainer sends to its rollout engine.
 
@@ -695,6 +697,7 @@ def _is_same(a: Any, b: Any) -> bool:
     return bool((x == y).all())
 
 
+@checks_kinds
 def convert_tensors(
     tensors: Iterable[Named], rules: Rules, incomplete: str = "error", since: Mapping[str, Any] | None = None
 ) -> Iterator[Named]:

@@ -18,7 +18,7 @@ from zlib import crc32
 import numpy as np
 import numpy.typing as npt
 
-from fp4kit.arguments import explains_calls
+from fp4kit.arguments import checks_kinds
 from fp4kit.checkpoint.containers import table
 from fp4kit.checkpoint.containers.table import CODES, COLUMN_SCALE, LOW_RANK_A, SCALES, TENSOR_SCALE, Container
 from fp4kit.checkpoint.executors import Options, executor_of, pending_limit, run_all
@@ -442,7 +442,7 @@ _BATCH_BYTES, _BATCH_LAYERS = 64 << 20, 256  # a batch of layers has about so ma
 _MOST_ROLES = 64
 
 
-@explains_calls
+@checks_kinds
 def identify_checkpoint(
     destination: str | Path,
     source: str | Path,

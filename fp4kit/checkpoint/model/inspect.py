@@ -15,7 +15,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from fp4kit.arguments import explains_calls
+from fp4kit.arguments import checks_kinds
 from fp4kit.checkpoint.containers.config_entries import REFUSED, Item
 from fp4kit.checkpoint.containers.table import COLUMN_SCALE, LOW_RANK_A, OUTER_SCALE, SCALES, TENSOR_SCALE, Container
 from fp4kit.checkpoint.model import model_files, transforms
@@ -77,9 +77,16 @@ class Checkpoint(model_files.Source):
         return dict(sorted(sums.items(), key=lambda item: -item[1][1]))
 
 
-def inspect_checkpoint(path: str | Path) -> Checkpoint:
-    """Return the checkpoint at ``path``: a model directory, or a safetensors, GGUF, OpenVINO or ONNX file."""
-    return _inspected(Path(path))
+def inspect_checkpoint(path: str | Path, or_contract: bool = False) -> Checkpoint:
+    """Return the checkpoint at ``path``: a model directory, or a safetensors, GGUF, OpenVINO or ONNX file.
+
+    or_contract: True if the caller takes a contract file too, which the error for a missing path then names.
+    """
+    place = Path(path)
+    if not os.path.lexists(place) and not first_parts_of(place) and not model_files.resolved(place).is_dir():
+        what = f"{'a contract (.json), ' * or_contract}a model directory, a .safetensors or a GGUF file is needed"
+        raise MissingError(f"{place}: does not exist; {what}{model_files.hint_on_path(place)}")
+    return _inspected(place)
 
 
 @names_path
@@ -88,9 +95,6 @@ def _inspected(place: Path) -> Checkpoint:
         parts = model_files.open_model_files(place)
         config, beside = model_files.load_configs(place)
         return Checkpoint(place, config, beside, *parts)
-    if not os.path.lexists(place) and not first_parts_of(place):
-        what = "a model directory, a .safetensors or a GGUF file is needed"
-        raise MissingError(f"{place}: does not exist; {what}{model_files.hint_on_path(place)}")
     if is_graph(place):
         return Checkpoint(place, {}, None, read_graph(place))
     try:
@@ -146,7 +150,7 @@ _MOST_NAMES = 5  # how many names the error message for an unknown layer lists
 _USUAL = {"nvfp4": "nvfp4-modelopt", "mxfp4": "mxfp4-ocp", "mxfp8": "mxfp8-te"}
 
 
-@explains_calls
+@checks_kinds
 def open_checkpoint(path: str | Path, recipe: str | Recipe | None = None) -> QuantizedLayers:
     """Open a checkpoint, and return its quantized layers by name. Codes and scales are read when a layer is looked up.
 

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fp4kit.arguments import explains_calls
+from fp4kit.arguments import checks_kinds
 from fp4kit.checkpoint.convert.job import ChannelWeights
 from fp4kit.checkpoint.executors import run_all
 from fp4kit.checkpoint.loaders.exclusions import container_of
@@ -306,7 +306,7 @@ class Assignment:
                 yield from ((f"{glob.escape(str(holder))}.*", option.name) for holder in sorted(map(str, holders)))
 
 
-@explains_calls
+@checks_kinds
 def assign_recipes(
     source: str | Path,
     bits: float,

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
-from functools import wraps
 from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import Any, SupportsFloat, TypedDict, TypeVar
+from typing import Any, SupportsFloat, TypedDict, TypeVar, get_type_hints
 
-from fp4kit.arguments import Flag, explains_calls, flag, no_argument, suggestion
-from fp4kit.calibration import RULES, UNSEEN, Collector
+from fp4kit.arguments import Flag, checks_kinds, flag, suggestion
+from fp4kit.calibration import RULES, UNSEEN
 from fp4kit.call.parse import HADAMARD_SIZES
 from fp4kit.checkpoint.containers import table
 from fp4kit.checkpoint.containers.configs import ALL_FORMATS, FORMATS, MIXED, WRITTEN
@@ -25,7 +24,7 @@ from fp4kit.checkpoint.model.weights import WeightRotation
 from fp4kit.checkpoint.plan.gguf_model import FP8_AS, GGUF
 from fp4kit.checkpoint.plan.layer_recipes import LayerQuantization, Mixture, gguf_form_for, kind_of
 from fp4kit.checkpoint.plan.other_models import ADAPTER_SCALES, LoraAdapter
-from fp4kit.checkpoint.plan.scale_search import SEARCH_RECIPE, Activations, ScaleSearch
+from fp4kit.checkpoint.plan.scale_search import SEARCH_RECIPE, Activations, ActivationsLike, ScaleSearch
 from fp4kit.checkpoint.selection.selection import PRESETS, Wishes, check_diffusers
 from fp4kit.contract.engines import Serving, serving_of
 from fp4kit.formats import FLT_MAX, FLT_MIN
@@ -93,7 +92,7 @@ class RequestOptions(TypedDict, total=False):
     codes: str | Path | None
     recipes: Iterable[tuple[str, str | Recipe]]
     search: ScaleSearch | None
-    activations: Activations | Collector | str | Path | Iterable[str | Path] | None
+    activations: ActivationsLike | None
     ignore: Iterable[str]
     split_max_size: int | None
     hadamard: int | None
@@ -294,7 +293,7 @@ class Request:
             _INPUTS,
             choices=UNSEEN,
         ),
-        made=lambda given: given if given is None or isinstance(given, Activations) else Activations.of(given),
+        made=lambda given: None if given is None else Activations.of(given),
         facts=lambda request: {"activations": request.activations and {**request.activations.facts}},
     )
     ignore: tuple[str, ...] = option(
@@ -655,18 +654,8 @@ def takes_options(function: F) -> F:
     error for any other name.
     """
     own = [one for one in signature(function).parameters.values() if one.kind is not Parameter.VAR_KEYWORD]
-    shared = [
-        Parameter(name, Parameter.KEYWORD_ONLY, default=OPTIONS[name]["given"], annotation=type.__forward_arg__)
-        for name, type in RequestOptions.__annotations__.items()
-    ]
-    known = Signature(sorted([*own, *shared], key=lambda one: one.kind))
-
-    @wraps(function)
-    def call(*args: Any, **options: Any) -> Any:
-        for name in options:
-            if name not in known.parameters:
-                raise no_argument(function.__name__, name, known.parameters)
-        return function(*args, **options)
-
-    call.__signature__ = known  # type: ignore[attr-defined]
-    return explains_calls(call)  # type: ignore[return-value]
+    types = get_type_hints(RequestOptions)
+    shared = [Parameter(name, Parameter.KEYWORD_ONLY, default=OPTIONS[name]["given"]) for name in types]
+    shared = [one.replace(annotation=RequestOptions.__annotations__[one.name].__forward_arg__) for one in shared]
+    function.__signature__ = Signature(sorted([*own, *shared], key=lambda one: one.kind))  # type: ignore[attr-defined]
+    return checks_kinds(function, types)  # type: ignore[return-value]

@@ -18,7 +18,7 @@ from typing import Any, BinaryIO, NamedTuple
 import numpy as np
 
 from fp4kit import calibration
-from fp4kit.arguments import written
+from fp4kit.arguments import explains_class, written
 from fp4kit.call.search_scales import check_e4m3_search, power_of
 from fp4kit.checkpoint.containers.table import Container
 from fp4kit.checkpoint.convert.job import SEARCHED, ChannelWeights
@@ -35,6 +35,7 @@ from fp4kit.storage.gguf_file import MAGIC, read_gguf
 _WAY_OUT = "run the model in fp4kit.torch.collect, or leave the layers unquantized with --keep"
 
 
+@explains_class
 @dataclass(frozen=True)
 class Activations:
     """The amaxes of measured activations, from which a conversion computes input scales.
@@ -68,15 +69,15 @@ class Activations:
     @classmethod
     def of(
         cls,
-        source: calibration.Collector | str | Path | Iterable[str | Path],
+        source: ActivationsLike,
         rule: calibration.AmaxRule | calibration.Headroom = "max",
         unseen: calibration.Unseen = "error",
     ) -> Activations:
         """Return the activations that a Collector measured, or the combined activations of saved files.
 
         Args:
-            source: a Collector; or the path of a file that Collector.save wrote, or several paths, such as one per
-                process of a distributed run.
+            source: Activations, which are returned unchanged; a Collector; or the path of a file that Collector.save
+                wrote, or several paths, such as one per process of a distributed run.
             rule: how the amax is computed from the inputs, as for Collector.amaxes: "max", "headroom" or a Headroom.
             unseen: what to do with an expert that saw no input other than zero: "error", "layer" or "none" (see
                 Activations).
@@ -98,6 +99,8 @@ class Activations:
             >>> Activations.of(collector).of_layers({"mlp.gate_proj": 16})
             {'mlp.gate_proj': np.float32(3.0)}
         """
+        if isinstance(source, Activations):
+            return source
         try:
             given = [source] if isinstance(source, (str, os.PathLike)) else source
             paths = [] if isinstance(given, calibration.Collector) else [Path(path) for path in given]
@@ -201,6 +204,10 @@ class Activations:
             if expert is not None:
                 found[expert.stack].add(expert.number)
         return found
+
+
+# what a user gives as activations
+ActivationsLike = Activations | calibration.Collector | str | Path | Iterable[str | Path]
 
 
 _SUMS, _COUNTS = ".in_sum2", ".counts"
@@ -487,6 +494,7 @@ class ColumnWeights:
         return ()
 
 
+@explains_class
 @dataclass(frozen=True)
 class ScaleSearch:
     """A search of block scales: the error to minimize per block, and the weights of the columns in this error.

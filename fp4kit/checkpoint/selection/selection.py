@@ -13,7 +13,7 @@ from fnmatch import fnmatchcase, translate
 from functools import lru_cache
 from typing import Any, Literal, NamedTuple
 
-from fp4kit.arguments import spelled
+from fp4kit.arguments import explains_class, spelled
 from fp4kit.checkpoint.selection.names import ARCHITECTURE, Role, adapter_tensor, unquantized_reason
 from fp4kit.checkpoint.selection.names import ROLES as GGUF_ROLES
 from fp4kit.checkpoint.selection.names import STACKS as GGUF_STACKS
@@ -458,6 +458,7 @@ def _without_expert_number(module: str) -> str:
     return f"{parent}{_EXPERTS}#.{leaf}" if dot and number.isdecimal() else module
 
 
+@explains_class
 @dataclass(frozen=True)
 class Wishes:
     """The user's choice of which layers to quantize.
@@ -467,7 +468,7 @@ class Wishes:
     its name: ``mtp.*``, ``model.visual.*``, ``model.layers.61.*``. If the source has quantized layers, its other layers
     stay unquantized, unless a pattern in ``include`` matches them.
 
-    Patterns are case-sensitive globs that must match a whole module name.
+    Patterns are case-sensitive globs that must match a whole module name. One may be given as a string.
 
     Args:
         preset: the kinds of layers to quantize: "experts" (routed and shared experts), "mlp" (experts and dense MLPs)
@@ -482,7 +483,7 @@ class Wishes:
             presets, "modelopt:NVFP4_MLP_ONLY_CFG", also those of the preset. "" for no tool.
 
     Raises:
-        CheckpointError: if the preset is unknown, a number of layers is negative, patterns are not a tuple, or ``like``
+        CheckpointError: if the preset is unknown, a number of layers is negative, patterns are not strings, or ``like``
             names no tool or preset that a conversion can follow.
     """
 
@@ -507,6 +508,7 @@ class Wishes:
                 raise CheckpointError(f"{spelled(name)} {count!r}: a whole number of layers, 0 or more, is needed")
         for name in ("keep", "only", "include"):
             patterns = getattr(self, name)
+            patterns = (patterns,) if isinstance(patterns, str) else patterns
             if not isinstance(patterns, (tuple, list)) or not all(isinstance(one, str) for one in patterns):
                 raise CheckpointError(f"{name} {patterns!r}: a tuple of patterns is needed, such as ('*.experts.*',)")
             object.__setattr__(self, name, tuple(patterns))

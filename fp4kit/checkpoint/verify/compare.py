@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from fp4kit.arguments import explains_calls
+from fp4kit.arguments import checks_kinds
 from fp4kit.arithmetic import ieee
 from fp4kit.checkpoint.containers.config_entries import REFUSED, Item
 from fp4kit.checkpoint.containers.configs import ConfigDifference, differences_of
@@ -152,7 +152,7 @@ class CheckpointComparison:
         return not self.tensors and not self.configs and is_stored_alike
 
 
-@explains_calls
+@checks_kinds
 def compare_checkpoints(
     a: str | Path, b: str | Path, progress: Callable[[int], None] | None = None, ignore: Iterable[str] = ()
 ) -> CheckpointComparison:

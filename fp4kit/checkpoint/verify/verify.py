@@ -13,7 +13,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from fp4kit.arguments import as_index, explains_calls
+from fp4kit.arguments import as_index, checks_kinds
 from fp4kit.checkpoint import findings
 from fp4kit.checkpoint.containers.config_entries import brief
 from fp4kit.checkpoint.containers.configs import differences_of
@@ -43,7 +43,7 @@ from fp4kit.checkpoint.model.weights import Located, WeightRotation, any_quantiz
 from fp4kit.checkpoint.plan.gguf_model import GgufView, as_gguf
 from fp4kit.checkpoint.plan.layer_recipes import patterns_in, recorded_include
 from fp4kit.checkpoint.plan.other_models import ADAPTER_SCALES, LoraAdapter
-from fp4kit.checkpoint.plan.scale_search import RECORDED, Activations, ScaleSearch
+from fp4kit.checkpoint.plan.scale_search import RECORDED, Activations, ActivationsLike, ScaleSearch
 from fp4kit.checkpoint.plan.source_layers import expert_stacks, is_split, split_layers
 from fp4kit.checkpoint.reconcile import repaired_parts
 from fp4kit.checkpoint.selection.names import PATTERNS, RECIPE, first_match
@@ -253,7 +253,7 @@ class Verification:
         return read + sum(stored.entry.nbytes for stored, _ in self.copies)
 
 
-@explains_calls
+@checks_kinds
 def verify_checkpoint(
     destination: str | Path,
     source: str | Path | None = None,
@@ -262,7 +262,7 @@ def verify_checkpoint(
     ignore: Iterable[str] = (),
     *,
     search: ScaleSearch | None = None,
-    activations: Activations | None = None,
+    activations: ActivationsLike | None = None,
     recipes: Iterable[tuple[str, str | Recipe]] = (),
     adapter: str | Path | None = None,
     tp: int | None = None,
@@ -282,7 +282,8 @@ def verify_checkpoint(
         ignore: globs of tensors, config keys and metadata entries of the checkpoint to leave out although fp4kit does
             not know them.
         search: how block scales were searched; None for what the checkpoint records.
-        activations: the inputs from which the stored input scales should follow; None to leave these scales unchecked.
+        activations: Activations, a Collector, or paths of its files, from which the stored input scales should follow;
+            None to leave these scales unchecked.
         recipes: (glob, recipe) pairs for the layers of the source whose names match. The first match decides.
         adapter: the directory of the LoRA adapter that was merged into the source.
         tp, ep: the numbers of ranks over which vLLM and SGLang are to split every layer, and over which they are to
@@ -300,9 +301,8 @@ def verify_checkpoint(
         >>> report = verify_checkpoint("Llama-NVFP4", "Llama")  # doctest: +SKIP
         >>> report.clean, report.verdict  # doctest: +SKIP
     """
-    prepared = prepare(
-        destination, source, recipe, options, search, ignore, activations, recipes, adapter, tp=tp, ep=ep
-    )
+    measured = None if activations is None else Activations.of(activations)
+    prepared = prepare(destination, source, recipe, options, search, ignore, measured, recipes, adapter, tp=tp, ep=ep)
     return execute(prepared, options)
 
 

@@ -417,7 +417,7 @@ def test_values_and_rules_that_are_refused():
         ({"tensors": [("a.weight", [[1.0]])]}, "a.weight is list; an array of NumPy, CuPy, PyTorch or JAX is needed"),
         ({"tensors": [("a.weight", None)]}, "a.weight is NoneType; an array"),
         ({"rules": "mxfp4"}, "rules is 'mxfp4'; needs a Rules, such as Rules.of('nvfp4-te')"),
-        ({"since": []}, "since is a list; needs a mapping, such as a dict"),
+        ({"since": []}, "since is []; needs a mapping (such as a dict) or None"),
     ],
 )
 def test_wrong_types(change, text):

@@ -140,7 +140,6 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {  # case -> (w
     "bf16": ({"include": ("*self_attn*",)}, {"format": "bf16"}, "has no effect with --format bf16"),
     "only": ({"only": (ATTENTION[0],)}, {}, f"--include '{ATTENTION[0]}' quantizes them"),
     "only, a glob": ({"only": ("*self_attn*",)}, {}, "(unquantized in the source, which has quantized layers)"),
-    "a string": ({"include": "*"}, {}, "a tuple of patterns is needed"),
 }
 
 

@@ -164,7 +164,7 @@ REFUSED: list[tuple[str | None, dict[str, Any], str]] = [  # recipe, options, pa
     (None, {"adapter_scales": "base"}, "adapter scales base: is about layers with an update; add --adapter DIR"),
     *(
         (None, {"input_scale": value}, f"input scale: got {value}; a positive normal float32 is needed, such as 1.0")
-        for value in (0.0, -1.0, float("nan"), float("inf"), 1e-39, 1e39, [1])
+        for value in (0.0, -1.0, float("nan"), float("inf"), 1e-39, 1e39)
     ),
     *(
         (recipe, {}, f"recipe {recipe}: is for stochastic rounding, but convert rounds to nearest; use {plain}")
