@@ -131,7 +131,7 @@ def contract_of(path: str | Path, source: str | Path | None = None) -> Contract:
     saved = recipes_of(place) if place.suffix == ".safetensors" and resolved(place).is_file() else None
     if saved:
         return _of_saved(saved)
-    return infer(inspect_checkpoint(place), None if source is None else Path(source))
+    return infer(inspect_checkpoint(place, or_contract=True), None if source is None else Path(source))
 
 
 def _loaded(path: Path) -> Contract:
@@ -327,14 +327,14 @@ class LazyTensors(Mapping[str, Any]):
         return name in self._readers
 
 
-def opened(path: str | Path) -> tuple[Contract | None, Mapping[str, Any] | None]:
+def opened(path: str | Path, or_contract: bool = False) -> tuple[Contract | None, Mapping[str, Any] | None]:
     """Return (contract, tensors by layer) of a path, as fp4kit.parity takes them."""
     place = Path(path)
     if place.suffix == ".json":
         return contract_of(place), None
     if place.suffix == ".safetensors" and place.is_file() and recipes_of(place) is not None:
         return None, by_layer(load(place))
-    checkpoint = inspect_checkpoint(place)
+    checkpoint = inspect_checkpoint(place, or_contract)
     if not checkpoint.layers and not place.is_dir():
         names = checkpoint.tensors
         return None, LazyTensors({n.removesuffix(".weight"): partial(_tensor, checkpoint, n) for n in names})

@@ -234,7 +234,7 @@ def side_of(label: str, given: Any) -> Side:
     if isinstance(given, Contract):
         return Side(label, given)
     if isinstance(given, (str, Path)):
-        contract, stored = FUNCTIONS["parity.open"](given)
+        contract, stored = FUNCTIONS["parity.open"](given, True)
         return Side(label, contract or NO_CONTRACT, stored)
     if isinstance(given, Mapping):
         return Side(label, stored=by_layer(given))

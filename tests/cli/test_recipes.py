@@ -392,7 +392,10 @@ def test_every_option_is_passed_on(files, monkeypatch):
 
 def test_errors_have_exit_code_2(files, capsys):
     for arguments, message in (
-        (["train.json", "none"], "none: does not exist"),
+        (
+            ["train.json", "none"],
+            "none: does not exist; a contract (.json), a model directory, a .safe",
+        ),
         (["train.json", "w.safetensors"], "train quantizes weights, but none are given; pass the unquantized model"),
         (["train.json", "rollout.json", "--layers", "0"], "needs at least 1"),
     ):
