@@ -305,7 +305,13 @@ def _assignment(args: argparse.Namespace, out: Output) -> Assignment | None:
     candidates = CANDIDATES if args.candidates is None else tuple(args.candidates.split(","))
     source = _source(args.paths, args.demo)
     options = {"format": args.format, "wishes": _wishes(args), "columns": columns}
-    return assign_recipes(source, args.bits, candidates, **options, progress=partial(out.progress, "measuring"))
+    found = assign_recipes(source, args.bits, candidates, **options, progress=partial(out.progress, "measuring"))
+    if {option.name for option in found.options} == {KEEP}:
+        least, most = (f"{found.bits_of(point):.4g}" for point in (found.curve[0], found.chosen))
+        raise CheckpointError(
+            f"--bits {args.bits:g}: every layer stays at {most} bits; needs {least} or more, below {most}"
+        )
+    return found
 
 
 def _wishes(args: argparse.Namespace) -> Wishes:

@@ -203,6 +203,8 @@ def test_the_command(models: Path, tmp_path: Path, capsys: pytest.CaptureFixture
         (["--bits", "5", "--recipe", "mxfp4"], "leave --recipe out"),
         (["--candidates", "mxfp4"], "add --bits"),
         (["--bits", "5", "--scale-search", "mse"], "leave --scale-search out"),
+        (["--bits", "20"], "--bits 20: every layer stays at 16 bits; needs 4.508 or more, below 16"),
+        (["--bits", "16"], "--bits 16: every layer stays at 16 bits; needs 4.508 or more, below 16"),
     ):
         assert main(["convert", model, str(tmp_path / "x"), *arguments]) == 2
         assert message in capsys.readouterr().err
