@@ -183,7 +183,7 @@ def test_invalid_fields_are_rejected():
     q = fp4kit.quantize(np.ones((4, 32), np.float32), "mxfp4-ocp")
     without = assembled({name: value for name, value in vars(q).items() if name != "axis"})
     for wrong in (without, with_state(q, {"more": 1})):
-        with pytest.raises(TypeError, match=r"Quantized\.__init__\(\) .*argument"):
+        with pytest.raises(TypeError, match=r"Quantized: (axis is missing|there is no argument more); "):
             pickle.loads(pickle.dumps(wrong))
 
 
