@@ -152,8 +152,8 @@ _OTHER_NAMES = {
 def check_call(function: Callable[..., Any], args: Sequence[Any], names: Collection[str]) -> None:
     """Raise TypeError with a helpful message if a call that raised TypeError contains a frequent mistake.
 
-    These mistakes are looked for, in this order: too many positional arguments, a missing recipe, a keyword that the
-    function does not have, and any other missing argument. If the call has none of them, return None; the caller then
+    These mistakes are looked for, in this order: too many positional arguments, a keyword that the function does not
+    have, a missing recipe, and any other missing argument. If the call has none of them, return None; the caller then
     raises the original error again.
 
     function: the function that was called. args: the positional arguments. names: the names of the keyword arguments.
@@ -165,14 +165,14 @@ def check_call(function: Callable[..., Any], args: Sequence[Any], names: Collect
         raise TypeError(
             f"{function.__name__}: got {len(args)} arguments without a name; needs {', '.join(positional)}{named}"
         )
+    for name in names:
+        if name not in parameters:
+            raise no_argument(function.__name__, name, parameters)
     required = [name for name in positional[len(args) :] if parameters[name].default is Parameter.empty]
     if "recipe" in required and "recipe" not in names:
         raise TypeError(
             f"{function.__name__}: recipe is missing; needs an id such as 'nvfp4-te'; fp4kit.recipes() lists the ids"
         )
-    for name in names:
-        if name not in parameters:
-            raise no_argument(function.__name__, name, parameters)
     missing = [name for name in required if name not in names]
     if missing:
         raise TypeError(f"{function.__name__}: {missing[0]} is missing; needs {', '.join(positional)}")
