@@ -9,11 +9,12 @@ import re
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from inspect import signature
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from fp4kit.arguments import as_index, checks_kinds
+from fp4kit.arguments import as_index, checks_kinds, in_python
 from fp4kit.checkpoint import findings
 from fp4kit.checkpoint.containers.config_entries import brief
 from fp4kit.checkpoint.containers.configs import differences_of
@@ -159,18 +160,17 @@ class VerifyReport:
 
     def __repr__(self) -> str:
         """Return the checkpoint and the numbers of its layers, errors and warnings, in one line."""
-        counts = f"{len(self.layers)} layers, errors: {self.errors}, warnings: {len(self.issues) - self.errors}"
+        counts = f"{len(self.layers)} layers, errors: {self.errors}, warnings: {self.warnings}"
         return f"VerifyReport({str(self.path)!r}: {counts})"
 
     def __str__(self) -> str:
-        """Return the errors, the warnings and the verdict, a line each."""
+        """Return the errors, the warnings, the notes and the verdict, a line each."""
         found = [f"{severity}: {text}" for severity, text in findings.lines_of(self.issues)]
-        return "\n".join([*found, self.verdict])
+        return in_python("\n".join([*found, self.verdict]), signature(verify_checkpoint).parameters)
 
     @property
     def verdict(self) -> str:
         """The result in one line, such as "37 layers, files match the manifest; errors: 0, warnings: 0"."""
-        count = sum(issue.severity == "warning" for issue in self.issues)
         unread = f", {len(self.unread)} not read" * bool(self.unread)
         text = f"{counted(len(self.layers), 'layer')}{unread}, {_MANIFEST_IS[self.manifest]}"
         if self.source is not None:
@@ -178,7 +178,7 @@ class VerifyReport:
             if compared := sum(layer.compared for layer in self.layers):
                 text += f"; {differing} of {compared} bytes differ from {self.expected}"
             text += f"; {len(self.changed)} of {self.copied} copied tensors differ"
-        return f"{text}; errors: {self.errors}, warnings: {count}"
+        return f"{text}; errors: {self.errors}, warnings: {self.warnings}"
 
     @lazy_property
     def total(self) -> StoredCounts:
@@ -202,6 +202,11 @@ class VerifyReport:
     def errors(self) -> int:
         """The number of issues that are errors."""
         return sum(issue.severity == "error" for issue in self.issues)
+
+    @property
+    def warnings(self) -> int:
+        """The number of issues that are warnings."""
+        return sum(issue.severity == "warning" for issue in self.issues)
 
     @property
     def clean(self) -> bool:
