@@ -56,6 +56,10 @@ NEAR = (
 DAMAGED = "few bytes differ from a recipe's: it made all others, so that these were probably changed afterwards"
 RESCALED = "rescaled to a shared tensor scale"
 OTHER_SHAPE = "codes have other shapes than the source: no known order gives the shape of the source"
+DECODED = (
+    "the source already holds decoded values: those that the codes stand for, which many recipes keep, so that the"
+    " producer cannot be told"
+)
 GIVEN_SCALES = "searched scales: codes are right under the stored scales, which no rule known to fp4kit gives"
 
 
@@ -720,6 +724,19 @@ def explain_fp8(layer: Fp8Layer, x: np.ndarray, amaxes: tuple[float, ...] = ()) 
     if known_methods.is_like(correlation, gain) and tally.codes < _NEARLY_ALL_NEAREST * codes:
         return _diagnosis(tally, f"{NEAR}; correlation {correlation:.4f}, {nearest}", cause=NEAR, **more)
     return _unexplained(f"{name}; {nearest}", tally, unlike=signs < SIGNS_OF_ANOTHER, **more)
+
+
+def decoded(layer: StoredLayer | Fp8Layer, x: np.ndarray) -> Diagnosis | None:
+    """Return an explanation if the source already holds the values that a layer decodes to, otherwise None."""
+    if isinstance(layer, StoredLayer):
+        total, is_decoded = layer.codes.size + layer.block_scale.size, known_methods.is_decoded(layer, x)
+    else:
+        total, is_decoded = layer.codes.size + layer.scales.size, layer.codes.shape == x.shape and bool(x.any())
+        if is_decoded:
+            with np.errstate(all="ignore"):
+                values = layer.element.values[layer.codes] * layer.spread()
+            is_decoded = known_methods.are_equal(values, x.astype(np.float32))
+    return _diagnosis(MatchCount(total=total), DECODED, cause=DECODED) if is_decoded else None
 
 
 def _likeness(layer: Fp8Layer, x: np.ndarray) -> tuple[float, float, float]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import reduce
+from itertools import chain, islice
 from typing import NamedTuple
 
 import ml_dtypes
@@ -451,6 +452,29 @@ def fit_of(
             signal += float(np.sum(wanted**2))
             noise += float(np.sum((wanted - values) ** 2))
     return Fit(far, sqnr_db(signal, noise) >= LEAST_DB)
+
+
+_PROBED = 1 << 14  # about as many elements are compared first
+_SAME = 2.0**-7  # relative difference of equal values that were rounded to bfloat16 once or twice
+_ALL_DECODED = 0.99  # least share of equal values; of an unquantized source, far fewer are equal
+
+
+@ieee("identify")
+def is_decoded(layer: StoredLayer, x: npt.NDArray[np.generic]) -> bool:
+    """Return whether the source already holds the values that a layer decodes to."""
+    if not _is_comparable(layer, x):
+        return False
+    probe = islice(hypotheses.chunks(x.shape, layer.recipe, _PROBED), 1)
+    parts = chain((_part(layer, x, rows) for rows in probe), _parts(layer, x))
+    return all(are_equal(part.values, part.x) for part in parts) and bool(x.any())
+
+
+def are_equal(values: npt.NDArray[np.floating], x: npt.NDArray[np.floating]) -> bool:
+    """Return whether nearly all nonzero numbers of ``x`` are equal to values, but for rounding to bfloat16."""
+    counted = x != 0
+    with np.errstate(all="ignore"):
+        near = (np.abs(values - x) <= _SAME * np.abs(x)) & counted
+    return bool(np.count_nonzero(near) >= _ALL_DECODED * np.count_nonzero(counted))
 
 
 class Likeness(NamedTuple):

@@ -18,7 +18,7 @@ from fp4kit.checkpoint.identify.corruptions import StoredLayer
 from fp4kit.checkpoint.identify.hypotheses import MadeBy
 from fp4kit.checkpoint.identify.known_methods import TUNED, TUNED_BY_AUTO_ROUND, fit_of
 from fp4kit.ops.identify import either, part_of
-from fp4kit.recipes import Recipe
+from fp4kit.recipes import RECIPES, Recipe
 from fp4kit.recipes.schema import PRODUCERS, producer_of
 from fp4kit.storage.files import counted, listed
 
@@ -65,8 +65,12 @@ class LayerPair:
         """The name of the layer's format: elements, scales and block size, such as "E2M1 E4M3 16", or "fp8 per row"."""
         if isinstance(self.parts, diagnose.Fp8Layer):
             return f"fp8 per {self.parts.scaling}"
-        r = self.parts.recipe
-        return f"{r.element.name} {r.scale and r.scale.name} {r.block_size}"
+        return format_of(self.parts.recipe)
+
+
+def format_of(r: Recipe) -> str:
+    """Return the name of the format of a recipe: elements, scales and block size, such as "E2M1 E4M3 16"."""
+    return f"{r.element.name} {r.scale and r.scale.name} {r.block_size}"
 
 
 @dataclass
@@ -164,9 +168,12 @@ class LayerSeries:
         if complete:
             return _explained(whole(), search)
         first = _explained(some, search)
-        if first.explained or first.searched or first.cause in (diagnose.OTHER_CODES, diagnose.GPTQ, *known.causes):
+        if first.explained or first.searched or first.cause in (*_ENOUGH, *known.causes):
             return first
         return _explained(whole(), True) if search else first
+
+
+_ENOUGH = (diagnose.OTHER_CODES, diagnose.GPTQ, diagnose.DECODED)  # causes for which some rows of a layer suffice
 
 
 def _agrees(found: diagnose.Diagnosis, known: _Known) -> bool:
@@ -180,6 +187,8 @@ def _agrees(found: diagnose.Diagnosis, known: _Known) -> bool:
 
 def _explained(layer: LayerPair, unnamed: bool, known: _Known | None = None) -> diagnose.Diagnosis:
     """Explain one layer with ``explain`` or ``explain_fp8``, and add what the file declares about its producer."""
+    if not layer.is_rest and (decoded := diagnose.decoded(layer.parts, layer.source)):
+        return decoded
     if isinstance(layer.parts, diagnose.Fp8Layer):
         return diagnose.explain_fp8(layer.parts, layer.source, layer.amaxes)
     earlier = None
@@ -222,7 +231,8 @@ def _is_sound(layer: LayerPair, steps: int = 1) -> bool:
 
 
 _PLAIN_CAUSES = tuple(
-    cause.split(": ")[0] for cause in (diagnose.EMPTY, diagnose.NEAR, diagnose.DAMAGED, diagnose.OTHER_SHAPE)
+    cause.split(": ")[0]
+    for cause in (diagnose.EMPTY, diagnose.NEAR, diagnose.DAMAGED, diagnose.OTHER_SHAPE, diagnose.DECODED)
 )  # causes that are problems by themselves
 MOST_RECIPES = 2  # the largest number of recipes in a short sentence
 MAX_NAMES = 4  # the largest number of layer names in a sentence
@@ -337,11 +347,16 @@ class CheckpointVerdict:
 
     @property
     def grouped_exceptions(self) -> list[tuple[str, diagnose.Diagnosis]]:
-        """The names and explanations of ``exceptions``. All layers of other shapes than the source are one row."""
-        other = [x for x in self.exceptions if x.explanation.cause == diagnose.OTHER_SHAPE]
-        more = f" and {len(other) - 1} more" * (len(other) > 1)
-        rows = [(x.name, x.explanation) for x in self.exceptions if x.explanation.cause != diagnose.OTHER_SHAPE]
-        return [*rows, *((x.name + more, x.explanation) for x in other[:1])]
+        """The names and explanations of ``exceptions``. If the source has other shapes or decoded values, all layers
+        with this cause are one row.
+        """
+        causes = (diagnose.OTHER_SHAPE, diagnose.DECODED)
+        rows = [(x.name, x.explanation) for x in self.exceptions if x.explanation.cause not in causes]
+        for cause in causes:
+            alike = [x for x in self.exceptions if x.explanation.cause == cause]
+            more = f" and {len(alike) - 1} more" * (len(alike) > 1)
+            rows += [(x.name + more, x.explanation) for x in alike[:1]]
+        return rows
 
     @property
     def sentence(self) -> str:
@@ -403,14 +418,20 @@ class CheckpointVerdict:
         end += "".join(f"; {start} {counted(count, 'layer')}" for start, count in known.items() if start)
         if not self.recipes:
             return f"{either(self.rules)} in {which_layers}{end}"
+        recorded = Counter(layer.recorded for layer in self.layers).most_common(1)[0][0]
+        names = {name for layer in self.layers for name in layer.explanation.recipes}
+        if recorded in RECIPES and recorded not in names and format_of(RECIPES[recorded]) == self.layers[0].format:
+            end += f"; {recorded} is recorded, and does not give these bytes"
         return f"{either(self.recipes)} made {which_layers}{agree}{end}"
 
     @property
     def hint(self) -> str | None:
         """A sentence about what is probably wrong with the source; None if nothing is known to be wrong."""
         layers = [layer.explanation for layer in self.layers if not layer.explanation.blank]
-        if self.decoded and not self.is_clean and 2 * sum(found.explained for found in layers) < len(layers):
+        if self.decoded and not self.is_clean and 2 * sum(found.recognized for found in layers) < len(layers):
             return f"the source is quantized ({self.decoded}); give the unquantized model that this was made from"
+        if layers and 2 * sum(found.cause == diagnose.DECODED for found in layers) >= len(layers):
+            return f"{diagnose.DECODED.split(': ')[0]}; give the unquantized model that this was made from"
         held = {layer.name for layer in self.layers if (layer.kind or "").startswith(diagnose.HOLDS)}
         most = 2 * (len(held) + sum(found.unlike for found in layers)) >= len(layers)
         if pairs := [f"{name} from its {other}" for name, other in self.moved if most or name not in held]:

@@ -324,6 +324,36 @@ def test_a_wrong_source_is_named(made: Callable[[str], Path], tmp_path: Path, ca
     assert wrong != "another model" or "nearest is" not in str(verdict)
 
 
+@pytest.mark.parametrize("form", ["itself", "bf16"])
+@pytest.mark.parametrize("recipe", by_default(RECIPES[:2], RECIPES))
+def test_a_source_that_holds_the_decoded_values(
+    made: Callable[[str], Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], recipe: str, form: str
+) -> None:
+    """Many recipes keep such values, so that none of them is claimed."""
+    path = source = made(recipe)
+    if form == "itself":
+        source = Path(shutil.copytree(path, tmp_path / "source"))
+    else:
+        convert(path, source := tmp_path / "source", format="bf16")
+    assert main(["identify", str(path), "--source", str(source)]) == 1
+    first, problem, *rest = capsys.readouterr().out.splitlines()
+    said = "the source is quantized (" if form == "itself" else "the source already holds decoded values; "
+    assert first.startswith(said) and first.endswith("; give the unquantized model that this was made from")
+    assert problem == "PROBLEM: the source already holds decoded values, 12 of 12 layers"
+    assert " made " not in "".join(rest) and sum("model.layers" in line for line in rest) == 1
+    assert not identify_checkpoint(path, source).recipes
+
+
+def test_a_recorded_recipe_that_does_not_give_the_bytes(made: Callable[[str], Path], tmp_path: Path) -> None:
+    path, source = made("nvfp4-modelopt"), made("nvfp4-modelopt").parent / "m"
+    said = "nvfp4-te-2d is recorded, and does not give these bytes"
+    assert "is recorded" not in identify_checkpoint(path, source).sentence
+    copy = Path(shutil.copytree(path, tmp_path / "copy"))
+    config = (copy / "config.json").read_text()
+    (copy / "config.json").write_text(config.replace("nvfp4-modelopt", "nvfp4-te-2d"))
+    assert identify_checkpoint(copy, source).sentence.endswith(said)
+
+
 def test_a_source_in_another_dtype_is_named(made: Callable[[str], Path], tmp_path: Path) -> None:
     """A source in higher precision than the one that was quantized gives all bytes after a conversion."""
     verdict = identify_checkpoint(made("mxfp4-ocp"), write(tmp_path / "s", weights()))
