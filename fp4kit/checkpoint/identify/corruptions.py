@@ -359,6 +359,9 @@ def name_of_rows(index: np.ndarray) -> str:
         matches = (order for order in _rotary(len(index), heads) if np.array_equal(order.source, index))
         if (order := next(matches, None)) is not None and order.mishap:
             return order.mishap
+    if np.array_equal(index, np.roll(np.arange(len(index)), shift := -int(index[0]))):
+        shift = min(shift % len(index), shift % len(index) - len(index), key=abs)
+        return f"rows are rotated by {shift}"
     return "rows are permuted"
 
 

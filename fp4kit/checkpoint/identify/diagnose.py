@@ -56,6 +56,8 @@ NEAR = (
 DAMAGED = "few bytes differ from a recipe's: it made all others, so that these were probably changed afterwards"
 RESCALED = "rescaled to a shared tensor scale"
 OTHER_SHAPE = "codes have other shapes than the source: no known order gives the shape of the source"
+LOST_ROWS = "codes are zero in some rows: a recipe made all other rows, so that these were probably lost"
+CHANGED_ROWS = "bytes differ in some rows: a recipe made all other rows, so that these were probably overwritten"
 DECODED = (
     "the source already holds decoded values: those that the codes stand for, which many recipes keep, so that the"
     " producer cannot be told"
@@ -391,6 +393,8 @@ def _first_explanation(layouts: list[Layout], unnamed: bool, factors: bool, tria
         found, tally = hypotheses.exact_hypotheses(trial.exact)
     if found:
         return _with_four_over_six(_explained(found, tally, layer.blank), found, plain)
+    if rows := _changed_rows(plain, trial):
+        return (_permuted(plain, trial) if unnamed else None) or rows
     if given := _other_codes_under_scales(plain, trial, unnamed, share):
         return given
     if not plain.mishaps and (scaled := _explained_with_column_factors(plain, factors)):
@@ -424,8 +428,10 @@ def _nearest_or_cause(plain: Layout, trial: SampleVerdict, unnamed: bool, is_lik
         text = f"{either(nearly)} made {given}" + (f", if {mishaps}" if mishaps else place)
         return _diagnosis(tally, text, cause=DAMAGED, nearly=nearly)
     text = f"nearest is {best.recipe.title} with {given}" + f", if {mishaps}" * bool(mishaps)
-    if _is_chance(tally, layer.codes.size):
+    if tally.codes < _CHANCE * layer.codes.size:
         text = "no recipe gives more bytes than chance"
+        if not _is_chance(tally, layer.codes.size):
+            text = f"block scales are those of {best.recipe.title}, and no recipe gives more codes than chance"
     text = (_variation(plain) if unnamed else None) or text
     scale = layer.recipe.scale
     if scale is not None and 2 * np.count_nonzero(scale.values[layer.block_scale] == 0) > layer.block_scale.size:
@@ -501,6 +507,26 @@ def _with_fault(recipes: tuple[Recipe, ...], fault: str, tally: MatchCount) -> D
     return _diagnosis(tally, text, names, mishap=fault, how=MadeBy(recipes))
 
 
+def _changed_rows(plain: Layout, trial: SampleVerdict) -> Diagnosis | None:
+    """Return the explanation that a recipe made all rows except a few ranges, as after a hole in a file, or None."""
+    tried = dict.fromkeys(h for h in (*trial.best, *trial.exact, *trial.scales_only) if not h.mishaps)
+    found = [(h, changed) for h in tried if (changed := hypotheses.changed_ranges(h))]
+    if not found:
+        return None
+    fewest = min(changed.number for _, changed in found)
+    alike = [(h, changed) for h, changed in found if changed.number == fewest]
+    changed, total = alike[0][1], _all_bytes(plain).total
+    if is_few(changed.tally.total - changed.tally.codes - changed.tally.scales, total):
+        return None
+    names = tuple(dict.fromkeys(h.recipe.title for h, _ in alike))
+    text = f"{either(names)} made the other rows"
+    if plain.evidence.layer.some_rows:  # rows of a sample have other numbers
+        return _unexplained(text, changed.tally)
+    cause = LOST_ROWS if changed.is_zero else CHANGED_ROWS
+    text = f"{cause.split(' in ')[0]} in {changed.place}; {text}"
+    return _diagnosis(changed.tally, text, cause=cause, nearly=names, how=MadeBy(tuple(h.recipe for h, _ in alike)))
+
+
 def _other_codes_under_scales(plain: Layout, trial: SampleVerdict, unnamed: bool, signs: float) -> Diagnosis | None:
     """Return the explanation that a recipe reproduces all scales, but an unknown rule such as GPTQ gives the codes."""
     if not trial.scales_only or signs < SIGNS_UNDER_SCALES:
@@ -559,8 +585,11 @@ def _permuted(plain: Layout, trial: SampleVerdict) -> Diagnosis | None:
             more = SampleVerdict()
             hypotheses.try_layout(layout, [order], more)
             found, tally = hypotheses.exact_hypotheses(more.exact)
+            found = found or [
+                replace(h, scale_mishap=_KEPT) for h in more.codes_only if hypotheses.has_scales_in_place(h)
+            ]
             if found:
-                return _explained(found, tally)
+                return _explained(found, tally if tally.total else _all_bytes(plain))
     moved = [(hypothesis, name) for hypothesis in trial.codes_only if (name := hypotheses.permuted_scales(hypothesis))]
     if not moved and not plain.mishaps:
         moved = list(hypotheses.permuted_blocks(plain))
@@ -569,6 +598,9 @@ def _permuted(plain: Layout, trial: SampleVerdict) -> Diagnosis | None:
     named = [replace(hypothesis, scale_mishap=name) for hypothesis, name in moved]
     fewest = min(hypothesis.weight for hypothesis in named)
     return _explained([hypothesis for hypothesis in named if hypothesis.weight == fewest], _all_bytes(plain))
+
+
+_KEPT = "block scales were not moved with the codes"
 
 
 def _all_bytes(plain: Layout) -> MatchCount:

@@ -356,6 +356,49 @@ def count_matches(hypothesis: Hypothesis, early: bool = False) -> MatchCount:
     return tally
 
 
+_MOST_RANGES = 4  # ranges of adjacent rows that were changed together
+_LEAST_EQUAL = 0.25  # least share of rows that a recipe made, if the others were changed
+
+
+class ChangedRows(NamedTuple):
+    """The rows of a layer that a hypothesis does not predict, which form a few ranges.
+
+    place: the ranges as text, such as "rows 0 to 63".
+    number: the number of rows.
+    is_zero: True if all codes of these rows are zero.
+    tally: the bytes that the hypothesis predicts.
+    """
+
+    place: str
+    number: int
+    is_zero: bool
+    tally: MatchCount
+
+
+def changed_ranges(hypothesis: Hypothesis) -> ChangedRows | None:
+    """Return the rows that a hypothesis does not predict, if they are at most 4 ranges; None otherwise."""
+    _, values, present = next(islice(stored_scales(hypothesis.layout), hypothesis.scales, None))
+    if present is not None:
+        return None
+    element, rows, wrong, blank = hypothesis.recipe.element, hypothesis.layout.shape[0], [], []
+    for found in hypothesis.predictions():
+        differ = (found.codes != found.stored).any(axis=1) | (found.scales != values[found.rows]).any(axis=1)
+        starts = np.count_nonzero(np.diff(differ, prepend=False) & differ)
+        if not found.tensor_scale_agrees or starts > _MOST_RANGES:
+            return None
+        wrong.append(differ)
+        blank.append(~(element.values[found.stored] != 0).any(axis=1))
+    changed, zero = np.concatenate(wrong), np.concatenate(blank)
+    first = np.flatnonzero(np.diff(changed, prepend=False) & changed)
+    last = np.flatnonzero(np.diff(changed, append=False) & changed)
+    if not 0 < len(first) <= _MOST_RANGES or np.count_nonzero(~changed & ~zero) < _LEAST_EQUAL * rows:
+        return None
+    ranges = (f"{a} to {b}" if a < b else f"{a}" for a, b in zip(first, last, strict=True))
+    count = int(np.count_nonzero(changed))
+    place = f"row{'s' * (count > 1)} {' and '.join(ranges)}"
+    return ChangedRows(place, count, bool(zero[changed].all()), count_matches(hypothesis))
+
+
 def _difference(r: Recipe, found: _Prediction, scales: np.ndarray) -> str:
     """Return the place and the values of the first code, otherwise the first block scale, that differs."""
     assert r.scale is not None
@@ -636,6 +679,17 @@ def permuted_scales(hypothesis: Hypothesis) -> str | None:
     if surplus.any():
         return None
     return f"block scales are those of other blocks{' of the same row' if in_rows else ''}"
+
+
+def has_scales_in_place(hypothesis: Hypothesis) -> bool:
+    """Return whether a hypothesis predicts all codes of permuted rows, if their block scales were not moved."""
+    layout, stored = hypothesis.layout, _linear_scales(hypothesis.layout)
+    plain = replace(layout, order=CorruptedRows(None, np.arange(layout.shape[0])))
+    pairs = zip(hypothesis.predictions(), replace(hypothesis, layout=plain).predictions(), strict=True)
+    return stored is not None and all(
+        np.array_equal(codes.codes, codes.stored) and np.array_equal(scales.scales, stored[scales.rows])
+        for codes, scales in pairs
+    )
 
 
 def _linear_scales(layout: Layout) -> np.ndarray | None:

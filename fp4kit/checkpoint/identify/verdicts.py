@@ -112,7 +112,7 @@ class _Known:
         if found.blank:
             return
         cause = None if found.nearly or found.cause == diagnose.OTHER_SHAPE else found.cause
-        self.failed = 0 if found.explained or cause else self.failed + 1
+        self.failed = 0 if found.explained or found.nearly or cause else self.failed + 1
         self.has_rules |= bool(found.rules)
         self.mishaps |= {diagnose.without_numbers(found.mishap)} if found.mishap else set()
         self.causes |= {cause} if cause else set()
@@ -232,7 +232,10 @@ def _is_sound(layer: LayerPair, steps: int = 1) -> bool:
 
 _PLAIN_CAUSES = tuple(
     cause.split(": ")[0]
-    for cause in (diagnose.EMPTY, diagnose.NEAR, diagnose.DAMAGED, diagnose.OTHER_SHAPE, diagnose.DECODED)
+    for cause in (
+        *(diagnose.EMPTY, diagnose.NEAR, diagnose.DAMAGED, diagnose.LOST_ROWS, diagnose.CHANGED_ROWS),
+        *(diagnose.OTHER_SHAPE, diagnose.DECODED),
+    )
 )  # causes that are problems by themselves
 MOST_RECIPES = 2  # the largest number of recipes in a short sentence
 MAX_NAMES = 4  # the largest number of layer names in a sentence

@@ -246,6 +246,57 @@ def test_what_chance_gives_names_no_recipe() -> None:
         assert e.share < 0.06 and "nearest" not in e.sentence and "chance" in e.sentence, e.sentence
 
 
+@pytest.mark.parametrize("name", half(SIGNED))
+@pytest.mark.parametrize("content", ["zeros", "noise", "scales"])
+@pytest.mark.parametrize("rows", [[(0, 16)], [(7, 8), (30, 40)]])
+def test_changed_rows_are_placed(name, content, rows) -> None:
+    """A hole in a file is no other rule for codes: all other rows are those of the recipe."""
+    x = weights(3)
+    layer, rng = stored(x, name), np.random.default_rng(0)
+    codes, scales = layer.codes.copy(), layer.block_scale.copy()
+    for first, end in rows:
+        if content == "scales":
+            scales[first:end] ^= 3
+        else:
+            codes[first:end] = 0 if content == "zeros" else rng.integers(0, 256, codes[first:end].shape)
+    e = found(replace(layer, codes=codes, block_scale=scales), x)
+    place = "rows 0 to 15" if len(rows) == 1 else "rows 7 and 30 to 39"
+    what = "codes are zero" if content == "zeros" else "bytes differ"
+    assert e.sentence.startswith(f"{what} in {place}; ") and name in e.nearly and not e.recognized
+    assert e.cause.startswith(f"{what} in some rows: ") and "GPTQ" not in e.sentence
+
+
+@pytest.mark.parametrize("name", half(SIGNED))
+def test_changed_rows_in_five_ranges_or_most_rows_are_not_placed(name) -> None:
+    x = weights(3)
+    layer = stored(x, name)
+    for rows in (slice(1, 64, 12), slice(0, 50)):
+        codes = layer.codes.copy()
+        codes[rows] = 0
+        assert " rows " not in found(replace(layer, codes=codes), x).sentence
+
+
+@pytest.mark.parametrize("name", half(SIGNED))
+@pytest.mark.parametrize("shift", [1, -5])
+@pytest.mark.parametrize("with_scales", [False, True])
+def test_rotated_rows(name, shift, with_scales) -> None:
+    x = weights(3)
+    layer = stored(x, name)
+    scales = np.roll(layer.block_scale, shift, 0) if with_scales else layer.block_scale
+    e = found(replace(layer, codes=np.roll(layer.codes, shift, 0), block_scale=scales), x)
+    kept = "" if with_scales else "; block scales were not moved with the codes"
+    assert_found(e, name, f"rows are rotated by {shift}{kept}")
+
+
+def test_scales_of_a_recipe_do_not_make_its_codes_near() -> None:
+    """Codes of other weights agree by chance. The recipe is not called nearest, although all scales are its own."""
+    for name in ("nvfp4-modelopt", "mxfp4-ocp", "mxfp8-te"):
+        x = weights(1)
+        layer = stored(x, name, codes=stored(weights(2), name).codes)
+        e = explain(layer, x)
+        assert "nearest" not in e.sentence and "chance" in e.sentence, e.sentence
+
+
 def assert_found(e, name, mishap):
     assert name in e.recipes and e.mishap is not None, e
     assert e.mishap.startswith(mishap), e
