@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import shlex
 from collections import defaultdict
 from collections.abc import Iterator
@@ -80,7 +81,8 @@ def _check_page(option: str, page: Path, *models: str | None) -> None:
 
 
 _MOST_PLACES = 4
-_MOST_ROWS = 24  # of more layers than this, those with a finding are printed
+_NUMBERS = re.compile(r"\d[\d.e+-]*")
+_MOST_ROWS, _FIRST = 24, 3  # of more layers, those with a finding are printed; of more, the first of each finding
 
 
 def _print_report(out: Output, report: VerifyReport, whole: bool) -> None:
@@ -88,15 +90,25 @@ def _print_report(out: Output, report: VerifyReport, whole: bool) -> None:
     verdict.
     """
     columns = ("layer", "format", "#SQNR dB", "#clipped", "#zero blocks", "#flushed", "#differing bytes")
-    named = {issue.subject for issue in report.issues}
+    named: dict[str, set[str]] = defaultdict(set)
+    for issue in report.issues:
+        named[issue.subject].add(_NUMBERS.sub("", issue.text))
     listed = [x for x in report.layers if x.tally.compared or x.compared or x.tally.zero_blocks or x.name in named]
-    others = 0
+    others = alike = 0
     if len(listed) > _MOST_ROWS and not whole:
         chosen = {x.name for x in listed if x.differing or x.name in named}
         others, listed = len(listed), [x for x in listed if x.name in chosen]
         others -= len(listed)
+        if (alike := len(listed)) > _MOST_ROWS:  # of layers with the same findings, the first ones
+            groups: dict[frozenset[str], list[str]] = defaultdict(list)
+            for x in listed:
+                groups[frozenset(named.get(x.name, ()))].append(x.name)
+            first = set[str]().union(*(names[:_FIRST] for names in groups.values()))
+            listed = [x for x in listed if x.name in first]
+        alike -= len(listed)
     out.table(columns, [_cells(layer) for layer in listed])
     out.lines([f"not listed: {counted(others, 'layer')} without a finding; --all lists them"] if others else [])
+    out.lines([f"not listed: {counted(alike, 'layer')} with the findings of others; --all lists them"] if alike else [])
     places = [f"first difference: {shown(x.name)}{_place(d)}" for x in report.layers for d in x.first]
     if (rest := len(places) - _MOST_PLACES) > 0 and not whole:
         places[_MOST_PLACES:] = [f"not listed: {rest} first differences; --all lists them"]

@@ -319,6 +319,12 @@ def _confirmed(evidence: LayerEvidence, how: MadeBy) -> Diagnosis | None:
     return _explained(found, tally, layer.blank)
 
 
+@ieee("identify")
+def confirmed(layer: StoredLayer, x: np.ndarray, how: MadeBy, amaxes: tuple[float, ...]) -> Diagnosis | None:
+    """Return the explanation of a layer that was made and changed like another one, as ``how`` says, otherwise None."""
+    return _confirmed(_with_amaxes(LayerEvidence(layer, x), hypotheses.own_amax(x), amaxes), how)
+
+
 def _rescaled(plain: Layout | None, recipes: Sequence[Recipe]) -> Diagnosis | None:
     if plain is None or not _has_scales(plain):
         return None

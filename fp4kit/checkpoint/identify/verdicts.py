@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from fp4kit.arguments import spelled
 from fp4kit.checkpoint.identify import diagnose
 from fp4kit.checkpoint.identify.corruptions import StoredLayer
 from fp4kit.checkpoint.identify.hypotheses import MadeBy
@@ -289,7 +290,7 @@ class Coverage:
         share, rare = 100 * self.read / self.total, int(1 / (1 - _MISSED ** (1 / self.least)))
         return (
             f"sampled: {share:.2g}% of rows, at least {self.least} of each layer; a fault in fewer than 1 of {rare}"
-            " rows of one layer may be missed (chance above 5%); --all-rows reads every row"
+            " rows of one layer may be missed (chance above 5%); {spelled('all_rows')} reads every row"
         )
 
 

@@ -7,7 +7,7 @@ signal-to-noise ratio in decibels: 10 log10(S / N) for the sums of squares of th
 from __future__ import annotations
 
 import math
-from collections import defaultdict, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from contextlib import suppress
@@ -40,7 +40,8 @@ from fp4kit.checkpoint.convert.run_jobs import PIECE, join_group, measure_job, p
 from fp4kit.checkpoint.executors import run_all
 from fp4kit.checkpoint.findings import is_low, noise_of, zeros_of
 from fp4kit.checkpoint.identify.corruptions import StoredLayer
-from fp4kit.checkpoint.identify.diagnose import Fp8Layer, explain, explain_fp8
+from fp4kit.checkpoint.identify.diagnose import HOLDS, Fp8Layer, confirmed, explain, explain_fp8, without_numbers
+from fp4kit.checkpoint.identify.hypotheses import MadeBy
 from fp4kit.checkpoint.identify.run import Place, other_places, stored_layer
 from fp4kit.checkpoint.model.doubts import doubt_of
 from fp4kit.checkpoint.model.inspect import inspect_checkpoint
@@ -858,13 +859,16 @@ def _db_of_rows(
     return sqnr_db(float(np.square(x).sum()), float(np.square(error).sum()))
 
 
-_MOST_FAULTY = 4  # at most this many layers are examined, because this takes much longer than comparing
+_MOST_FAULTY = 4  # at most this many layers are searched for any fault, which takes much longer than comparing
+_MOST_ELEMENTS = 1 << 29  # layers with so many elements together are compared with the faults of others
 _FAULTY_ELEMENTS = 1 << 26  # layers with more elements are not examined
 _NEAR_USUAL_DB = 10.0  # an AWQ layer's SQNR under the right factors is within this of the format's usual SQNR
 
 
 def faults_of(checks: Iterable[Check], names: Collection[str]) -> dict[str, str]:
-    """Find the faults of the first four suitable layers in ``names``, and all that hold other layers of the source."""
+    """Find the faults of layers in ``names``: any fault in four of them, and faults of these in the others. If there
+    are too many layers to examine, the texts say how many were.
+    """
     if not names:
         return {}
     by_name = {check.stored.name: check for check in checks if check.origin is not None and check.stored.experts == 1}
@@ -872,19 +876,35 @@ def faults_of(checks: Iterable[Check], names: Collection[str]) -> dict[str, str]
     quantized = ((name, one) for name, one in by_name.items() if one.stored.container is not None)
     places = {name: Place(name, one.stored, 0, one.origin) for name, one in quantized if one.origin is not None}
     moved = other_places([places[name] for name in names if name in places], [*places.values()])
-    found = {one.name: f"holds {other.origin_name}" for one, other in moved}
+    is_many = len(moved) > _MOST_FAULTY
+    found = {one.name: f"{HOLDS} of the source" if is_many else f"holds {other.origin_name}" for one, other in moved}
     suitable = [by_name[name] for name in names if name in by_name and name not in found]
     tried = [check for check in suitable if prod(check.stored.shape) <= _FAULTY_ELEMENTS]
+    faults: dict[str, str] = {}
+    known: dict[MadeBy, None] = {}
+    examined = elements = 0
     with Readers() as readers:
-        for check in tried[:_MOST_FAULTY]:
+        for number, check in enumerate(tried):
+            elements += prod(check.stored.shape) * (number >= _MOST_FAULTY)
+            if number >= _MOST_FAULTY and (not known or elements > _MOST_ELEMENTS):
+                break
             own = groups.get(check.stored.name, "")
             members = [one for name, one in by_name.items() if name in groups and groups[name] == own]
-            found[check.stored.name] = _fault_of(check, members, readers)
-    return {name: fault for name, fault in found.items() if fault}
+            faults[check.stored.name] = _fault_of(check, members, readers, known, number < _MOST_FAULTY)
+            examined += 1
+    left = f" ({examined:,} of {len(suitable):,} differing layers were examined)" * (examined < len(suitable))
+    found |= {name: fault for name, fault in faults.items() if fault}
+    kinds = Counter(map(without_numbers, found.values()))
+    for name, fault in found.items():
+        kind = without_numbers(fault)  # so that layers with the same fault have one text
+        found[name] = (kind if kinds[kind] > _MOST_FAULTY else fault) + left * (name in faults)
+    return found
 
 
-def _fault_of(check: Check, members: list[Check], readers: Readers) -> str:
-    """Return the fault of one layer as text, such as "nibbles are swapped"; "" if none is found."""
+def _fault_of(check: Check, members: list[Check], readers: Readers, known: dict[MadeBy, None], search: bool) -> str:
+    """Return the fault of one layer as text, such as "nibbles are swapped"; "" if none is found. ``known``, to which
+    a found fault is added, is tried first. Other faults are tried if ``search``.
+    """
     form, origin = check.stored.container, check.origin
     if form is None or origin is None:
         return ""
@@ -899,4 +919,12 @@ def _fault_of(check: Check, members: list[Check], readers: Readers) -> str:
         cause = explain_fp8(parts, x, shared).cause
         return "scales are stored as their reciprocals" if cause is not None and "inverted" in cause else ""
     assert isinstance(parts, StoredLayer)
-    return explain(parts, x, amaxes=shared, unnamed=False).mishap or ""
+    for how in known:
+        if again := confirmed(parts, x, how, shared):
+            return again.mishap or ""
+    found = explain(parts, x, amaxes=shared, unnamed=False) if search else None
+    if found is None or not found.mishap:
+        return ""
+    if found.how is not None:  # its recipes one by one, because the first that fits suffices
+        known.update(dict.fromkeys(found.how._replace(recipes=(r,)) for r in found.how.recipes))
+    return found.mishap

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -98,6 +99,51 @@ def test_faults_are_named(sound: Path, tmp_path: Path, fault: str, recipe: str, 
     change(root, f"{LAYER}.{packed if part == 'codes' else 'weight_scale'}", make, np.uint8)
     found = [(one.severity, one.subject) for one in verify(root, sound / "s").issues if one.text.startswith(fault)]
     assert found == [("error", LAYER)]
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Write a model with 28 layers to "s", and its conversion to "q"; return the directory."""
+    root = tmp_path_factory.mktemp("many")
+    names = [f"model.layers.{i}.self_attn.{leaf}_proj.weight" for i in range(7) for leaf in "qkvo"]
+    tensors = {name: synthetic.random(name, (SIZE, SIZE), 0.02 + i / 1000) for i, name in enumerate(names)}
+    synthetic.write_model(root / "s", {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}, tensors)
+    convert(root / "s", root / "q", "nvfp4-modelopt", format="modelopt")
+    return root
+
+
+EVERYWHERE: dict[str, tuple[str, Any, Callable[[Any], Any]]] = {
+    "nibbles are swapped, as": ("", np.uint8, swapped),
+    "codes are transposed, as": ("", np.uint8, transposed),
+    "tensor scale is inverted: its reciprocal is stored, as": ("_scale_2", np.float32, np.reciprocal),
+    "block scales are swizzled_128x4, declared linear, as": ("_scale", np.uint8, swizzled),
+}
+
+
+@pytest.mark.parametrize("fault", EVERYWHERE)
+def test_a_fault_of_all_layers_is_named_once(
+    many: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], fault: str
+) -> None:
+    """All layers are examined, one line names the fault, and three layers stand for all in the table."""
+    root = copied(many / "q", tmp_path / "m", True)
+    part, dtype, make = EVERYWHERE[fault]
+    change(root, f"_proj.weight{part}", make, dtype)
+    assert main(["verify", str(root), "--source", str(many / "s")]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    (line,) = (line for line in lines if fault in line)
+    assert "and 25 more: " in line and "examined" not in line
+    assert sum("_proj [" in line for line in lines) <= 6
+    assert any(line.endswith("layers with the findings of others; --all lists them") for line in lines)
+    assert main(["verify", str(root), "--source", str(many / "s"), "--all"]) == 1
+    assert sum("_proj [" in line for line in capsys.readouterr().out.splitlines()) == 28
+
+
+def test_layers_that_were_not_examined_are_counted(many: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = copied(many / "q", tmp_path / "m", True)
+    change(root, "_proj.weight", swapped, np.uint8)
+    monkeypatch.setattr(module, "_MOST_ELEMENTS", SIZE * SIZE)
+    texts = [one.text for one in verify(root, many / "s").issues if one.text.startswith("nibbles")]
+    assert len(texts) == 5 and all("swapped (5 of 28 differing layers were examined)" in text for text in texts)
 
 
 @pytest.mark.parametrize("is_recorded", [False, True])
