@@ -290,7 +290,7 @@ class Coverage:
         share, rare = 100 * self.read / self.total, int(1 / (1 - _MISSED ** (1 / self.least)))
         return (
             f"sampled: {share:.2g}% of rows, at least {self.least} of each layer; a fault in fewer than 1 of {rare}"
-            " rows of one layer may be missed (chance above 5%); {spelled('all_rows')} reads every row"
+            f" rows of one layer may be missed (chance above 5%); {spelled('all_rows')} reads every row"
         )
 
 
