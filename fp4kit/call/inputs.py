@@ -276,7 +276,8 @@ def check_complete(op: str, r: Recipe, block_scale: Any, tensor_scale: Any) -> N
     for name, is_given in given.items():  # in a loop of its own: now the recipe has every scale that was given
         if has[name] and not is_given:
             other = next(iter(given.keys() - {name}))
-            raise ValueError(f"{op}: {other} was given without {name}; {r.id} has both; give both scales, or neither")
+            way = ", or tensor_amax, from which both follow" if other == "tensor_scale" else ", or neither"
+            raise ValueError(f"{op}: {other} was given without {name}; {r.id} has both; give both scales{way}")
 
 
 def parse_block_scale(op: str, given: Any, moved_shape: tuple[int, ...], r: Recipe, layout: str) -> Any:

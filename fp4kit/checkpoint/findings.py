@@ -147,8 +147,14 @@ def lines_of(issues: Iterable[Issue]) -> list[tuple[str, str]]:
     """Return (severity, text) per group of issues that differ in subjects or engines alone, in the words of verify."""
     found: dict[tuple[str, str], list[str]] = defaultdict(list)
     for issue, subjects in grouped(issues):
-        found[issue.severity, f"{listed(subjects)}: {shown(issue.sentence)}"] += [issue.loader] * bool(issue.loader)
-    return [(severity, ": ".join([", ".join(who)] * bool(who) + [text])) for (severity, text), who in found.items()]
+        text = f"{listed(subjects)}: {shown(issue.sentence)}"
+        if issue.severity == "note":
+            text = shown(issue.sentence).replace("fails", "does not load this model", 1)
+        found[issue.severity, text] += [issue.loader] * bool(issue.loader)
+    return [
+        (severity, (" " if severity == "note" else ": ").join([", ".join(who)] * bool(who) + [text]))
+        for (severity, text), who in found.items()
+    ]
 
 
 def engines_that_load(format_name: str, config: Mapping[str, Any], issues: Iterable[Issue]) -> tuple[str, ...]:
