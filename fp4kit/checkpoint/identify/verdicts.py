@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from fp4kit.arguments import spelled
+from fp4kit.call.search_scales import is_searchable
 from fp4kit.checkpoint.identify import diagnose
 from fp4kit.checkpoint.identify.corruptions import StoredLayer
 from fp4kit.checkpoint.identify.hypotheses import MadeBy
@@ -424,7 +425,8 @@ class CheckpointVerdict:
             return f"{either(self.rules)} in {which_layers}{end}"
         recorded = Counter(layer.recorded for layer in self.layers).most_common(1)[0][0]
         names = {name for layer in self.layers for name in layer.explanation.recipes}
-        if recorded in RECIPES and recorded not in names and format_of(RECIPES[recorded]) == self.layers[0].format:
+        made = RECIPES.get(recorded)  # with searched scales, it does not give the bytes alone
+        if made and not {recorded} & names and not is_searchable(made) and format_of(made) == self.layers[0].format:
             end += f"; {recorded} is recorded, and does not give these bytes"
         return f"{either(self.recipes)} made {which_layers}{agree}{end}"
 

@@ -441,5 +441,5 @@ def _completed(plan: Plan) -> Plan:
             )
     plan.warnings += (*searched, *_warnings(plan))
     plan.findings = tuple(issue for issue in findings_of_plan(plan) if issue.text not in plan.warnings)
-    plan.warnings += tuple(text for _, text in lines_of(asked(plan, plan.findings)))
+    plan.warnings += tuple(text for severity, text in lines_of(asked(plan, plan.findings)) if severity != "note")
     return plan
