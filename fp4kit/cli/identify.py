@@ -5,7 +5,6 @@ The verdict of identify says what explains most layers of a format; layers that 
 from __future__ import annotations
 
 import argparse
-import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from dataclasses import asdict, fields
@@ -25,7 +24,7 @@ from fp4kit.checkpoint.identify.verdicts import MOST_RECIPES, CheckpointVerdict,
 from fp4kit.checkpoint.model.closed_world import reasons, refused_in
 from fp4kit.checkpoint.model.inspect import Checkpoint, inspect_checkpoint, quantization_summary
 from fp4kit.checkpoint.model.transforms import resolved
-from fp4kit.checkpoint.plan.source_layers import all_doubts
+from fp4kit.checkpoint.plan.source_layers import NUMBERS, all_doubts
 from fp4kit.cli.command import DIFFERENT, DONE, Command, path_flag
 from fp4kit.cli.convert import DASK, WORKERS, flags_of
 from fp4kit.cli.output import Output
@@ -33,7 +32,6 @@ from fp4kit.ops.identify import either
 from fp4kit.storage.files import CheckpointError, counted, listed, shown
 
 _MOST_ROWS = 40  # of more tensors, those whose names differ only in numbers share a row
-_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 _MOST_NAMES = 2  # if more names than this have one reason, they are counted instead of listed
 
 
@@ -100,11 +98,11 @@ def _alike(records: list[dict[str, Any]]) -> list[dict[str, Any]]:
     groups: dict[str, list[dict[str, Any]]] = defaultdict(list)
     for one in records:
         facts = {key: one[key] for key in ("dtype", "format", "shape") if key in one}
-        groups[f"{_NUMBER.sub('*', one['name'])} {facts}"].append(one)
+        groups[f"{NUMBERS.sub('*', one['name'])} {facts}"].append(one)
     return [
         {
             **alike[0],
-            "name": alike[0]["name"] if len(alike) == 1 else _NUMBER.sub("*", alike[0]["name"]),
+            "name": alike[0]["name"] if len(alike) == 1 else NUMBERS.sub("*", alike[0]["name"]),
             "count": len(alike),
             "bytes": sum(one.get("bytes", 0) for one in alike),
         }

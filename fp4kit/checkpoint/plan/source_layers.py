@@ -361,7 +361,7 @@ _MAIN = re.compile(r"(.*\.)?(model|language_model|decoder|transformer|gpt_neox)\
 _LAYER = re.compile(rf"(.*?(?:^|\.)(?:{'|'.join(LAYER_LISTS)}))\.(\d{{1,6}})\.(.+)")
 _FEWEST_PARTS = 3  # a list whose members have fewer tensors may be a torch.nn.Sequential, whose numbers have gaps
 INCOMPLETE, TRANSPOSED = "engines fail, or leave it at random values", "seems to be stored transposed"
-_NUMBERS = re.compile(r"(?<![^.])\d+(?![^.])")
+NUMBERS = re.compile(r"(?<![^.])\d+(?![^.])")
 
 
 def missing_layers(names: Iterable[str], config: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
@@ -375,7 +375,7 @@ def missing_layers(names: Iterable[str], config: Mapping[str, Any]) -> Iterator[
         if match is None:
             rest.append(name)
         else:
-            stacks[match[1]][int(match[2])].add(_NUMBERS.sub("#", match[3].rpartition(".")[0] or match[3]))
+            stacks[match[1]][int(match[2])].add(NUMBERS.sub("#", match[3].rpartition(".")[0] or match[3]))
     stacks = {name: layers for name, layers in stacks.items() if max(map(len, layers.values())) >= _FEWEST_PARTS}
     longest = max(stacks, key=lambda name: len(stacks[name]), default="")
     with suppress(CheckpointError):

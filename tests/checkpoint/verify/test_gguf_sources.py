@@ -66,7 +66,7 @@ def check_clean(path: Path, source: Path, **options: Any) -> VerifyReport:
 @pytest.mark.parametrize("recipe", ["nvfp4-gguf", "mxfp4-gguf", "nvfp4-te"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_byte_of_a_new_file_is_compared_with_its_directory(family: str, recipe: str, tmp_path: Path) -> None:
-    """Of a file that was quantized from a directory, and of one that keeps the codes of a quantized directory."""
+    """Every byte is compared, whether a directory was quantized or the file keeps the codes of a quantized one."""
     root, keep = model(tmp_path, family), Wishes(keep=("*layers.0*",))
     convert(root, tmp_path / "o.gguf", recipe, wishes=keep)
     check_clean(tmp_path / "o.gguf", root)
