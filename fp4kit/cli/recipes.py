@@ -266,14 +266,17 @@ _MOST_SHOWN = 20  # the largest number of differences, and of reasons why cases 
 
 def _selftest(args: argparse.Namespace, out: Output) -> int:
     """Run the command selftest: find the engine and compare it."""
+    if not args.seconds > 0:
+        raise ValueError(f"--seconds is {args.seconds:g}; a number above 0 is needed")
     golden = GoldenSet.find() if args.golden is None else GoldenSet.open(args.golden)
     if args.host:
         engine, name = fuzz.host_engine()
         if engine is None:
             raise OSError(f"--host: the compiled engine is not available: {name}")
         out.verbatim(f"{name}, fp4kit {__version__}")
-        out.lines([] if args.quick else ["about 10 minutes on two cores; with --quick at most a minute"])
-        return report(engine, golden, args.quick, out)
+        if not args.quick and args.seconds == math.inf:
+            out.line("about 10 minutes on two cores; --quick takes at most a minute, and --seconds S ends it sooner")
+        return report(engine, golden, args.quick, out, args.seconds)
     try:
         cupy = imports.cupy()
         compiler = ".".join(map(str, compiler_version()))
@@ -281,17 +284,19 @@ def _selftest(args: argparse.Namespace, out: Output) -> int:
         raise OSError(f"{error}; selftest --host checks the compiled CPU engine instead") from error
     device = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)["name"].decode()
     out.verbatim(f"{device}, CuPy {cupy.__version__}, NVRTC {compiler}, fp4kit {__version__}")
-    return report(selftest.ComparedEngine(cupy), golden, args.quick, out)
+    return report(selftest.ComparedEngine(cupy), golden, args.quick, out, args.seconds)
 
 
-def report(engine: selftest.ComparedEngine, golden: GoldenSet | None, quick: bool, out: Output) -> int:
+def report(
+    engine: selftest.ComparedEngine, golden: GoldenSet | None, quick: bool, out: Output, seconds: float = math.inf
+) -> int:
     """Compare an engine with the specification, and print a table, the differences and the cases that were left out."""
     start = time.perf_counter()
     tasks, finished = selftest.plan(engine, golden, quick), []
     left = Counter(task.part for task in tasks)
     with _bar(out, BarColumn(), MofNCompleteColumn()) as progress:
         bar = progress.add_task("comparing", total=len(tasks))
-        for f in selftest.run(tasks):
+        for f in selftest.run(tasks, seconds=seconds):
             finished.append(f)
             progress.update(bar, advance=1, description=f"{f.task.part}: {f.task.name}")
             left[f.task.part] -= 1
@@ -472,6 +477,13 @@ COMMANDS = {
                 "--quick",
                 "check less, which takes at most a minute: eight recipes, smaller tensors, every 61st float32",
                 action="store_true",
+            ),
+            flag(
+                "--seconds",
+                "begin no case after S seconds (default: no limit)",
+                type=float,
+                default=math.inf,
+                metavar="S",
             ),
             flag("--golden", _GOLDEN, metavar="DIR"),
         ],

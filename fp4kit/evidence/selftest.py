@@ -12,9 +12,11 @@ A quick sweep compares only every STEP-th magnitude, and all magnitudes near the
 
 from __future__ import annotations
 
+import math
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from queue import SimpleQueue
@@ -42,6 +44,7 @@ from fp4kit.units import UNITS
 INFINITY = 0x7F800000
 SIGN = 0x80000000
 CHUNK = 1 << 24  # values per call of quantize, which needs 350 MB on the device
+TASK_CHUNKS = 8  # chunks per task, which nothing interrupts: seconds on a CPU
 # A quick sweep compares every STEP-th bit pattern. It also compares NEAR patterns on each side of each magnitude at
 # which the code changes. STEP is odd, so that every combination of low bits occurs.
 STEP, NEAR = 61, 1 << 12
@@ -343,9 +346,9 @@ def every_code(engine: ComparedEngine, id: str) -> Outcome:
     return total
 
 
-def swept(engine: ComparedEngine, sweep: Float32Sweep, quick: bool) -> Outcome:
+def swept(engine: ComparedEngine, sweep: Float32Sweep, quick: bool, chunks: slice = slice(None)) -> Outcome:
     """Compare an engine's quantize with the specification's for every float32 of a sweep, and return the Outcome."""
-    return Outcome(*differences(engine.module, sweep, quick=quick))
+    return Outcome(*differences(engine.module, sweep, chunks=chunks, quick=quick))
 
 
 # ---- the plan
@@ -358,7 +361,13 @@ def plan(engine: ComparedEngine, golden: GoldenSet | None, quick: bool) -> list[
     nearest = [id for id in ids if not COMPILED[id].stochastic_only]  # the fuzz draws the others with a seed
     shape = (1024, 8192) if quick else (4096, 16384)
     floats = f"every {STEP}st float32, all near a change" if quick else "every float32"
-    tasks = [Task(floats, sweep.name, partial(swept, engine, sweep, quick)) for sweep in SWEEPS]
+    tasks = []
+    for sweep in SWEEPS:
+        several = 1 if quick else -(-sweep.limit // (CHUNK * TASK_CHUNKS))
+        for i in range(several):
+            part = slice(i * TASK_CHUNKS, (i + 1) * TASK_CHUNKS) if several > 1 else slice(None)
+            name = f"{sweep.name}, part {i + 1} of {several}" if several > 1 else sweep.name
+            tasks.append(Task(floats, name, partial(swept, engine, sweep, quick, part)))
     for id in SCALED[:3] if quick else SCALED:
         tasks.append(Task("every bfloat16 under every scale", id, partial(every_bfloat16, engine, id)))
     for id in SCALED:
@@ -382,22 +391,38 @@ def plan(engine: ComparedEngine, golden: GoldenSet | None, quick: bool) -> list[
     return tasks
 
 
-def run(tasks: list[Task], threads: int | None = None) -> Iterator[Finished]:
-    """Run the tasks on several threads, and yield each result when it is ready, in the order of completion."""
+def run(tasks: list[Task], threads: int | None = None, seconds: float = math.inf) -> Iterator[Finished]:
+    """Run the tasks on several threads, and yield each result when it is ready, in the order of completion. Tasks that
+    do not begin within some seconds are left out.
+    """
     finished: SimpleQueue[Finished] = SimpleQueue()  # unlike a Future, it has no lock that a signal can leave locked
-    with ThreadPoolExecutor(threads or min(os.cpu_count() or 1, 16)) as pool:
+    pool, end = ThreadPoolExecutor(threads or min(os.cpu_count() or 1, 16)), time.perf_counter() + seconds
+    try:
         with signals_held():
-            for task in tasks:
-                pool.submit(_finish, task, finished)
+            for task in tasks if seconds == math.inf else _mixed(tasks):
+                pool.submit(_finish, task, finished, end, f"not begun within {seconds:g} s")
         for _ in tasks:
             yield finished.get()
+    finally:
+        with signals_held():
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _finish(task: Task, finished: SimpleQueue[Finished]) -> None:
+def _mixed(tasks: Sequence[Task]) -> list[Task]:
+    """Return tasks in an order in which each beginning has about the same share of every part."""
+    seen, sizes = Counter[str](), Counter(task.part for task in tasks)
+    places = []
+    for task in tasks:
+        places.append(seen[task.part] / sizes[task.part])
+        seen[task.part] += 1
+    return [tasks[i] for i in np.argsort(places, kind="stable")]
+
+
+def _finish(task: Task, finished: SimpleQueue[Finished], end: float, late: str) -> None:
     """Run a task and queue its result. If the task raises an exception, the result has its text and no counts."""
     start = time.perf_counter()
     try:
-        outcome, error = task.run(), ""
+        outcome, error = task.run() if start < end else Outcome(skipped=(late,)), ""
     except Exception as caught:
         outcome, error = Outcome(), f"{type(caught).__name__}: {caught}"
     finished.put(Finished(task, outcome, time.perf_counter() - start, error))

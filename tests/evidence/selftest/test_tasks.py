@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+import time
 from dataclasses import replace
 from functools import partial
 
@@ -220,7 +221,7 @@ def test_the_full_plan_covers_every_recipe(golden):
     assert parts["recorded outputs of the producers"] == set(COMPILED)
     coded = {id for id, r in COMPILED.items() if not (r.fake_only or r.stochastic_only)}
     assert parts["adversarial blocks and random bits"] == coded
-    assert parts["every float32"] == {sweep.name for sweep in SWEEPS}
+    assert {name.partition(", part ")[0] for name in parts["every float32"]} == {sweep.name for sweep in SWEEPS}
     assert {name.partition(" ")[0] for name in parts["matrix products of every unit"]} == {u.id for u in fp4kit.units()}
     assert "recorded outputs of the producers" not in {task.part for task in selftest.plan(NUMPY, None, quick=False)}
     assert len(selftest.plan(NUMPY, golden, quick=True)) < sum(map(len, parts.values()))
@@ -230,10 +231,49 @@ def test_the_quick_plan_sweeps_no_part_whole(golden, monkeypatch):
     """The quick self-test never sweeps all 2^32 values, which would take minutes on two cores."""
     calls = []
     monkeypatch.setattr(
-        selftest, "differences", lambda module, sweep, quick: calls.append((sweep, quick)) or (1, 0, "")
+        selftest, "differences", lambda module, sweep, chunks, quick: calls.append((sweep, quick)) or (1, 0, "")
     )
     tasks = [task for task in selftest.plan(NUMPY, golden, quick=True) if "float32" in task.part]
     assert [task.run().values for task in tasks] == [1] * len(SWEEPS) and calls == [(sweep, True) for sweep in SWEEPS]
+
+
+def test_the_full_plan_sweeps_every_float32_once(golden, monkeypatch):
+    ranges = {sweep.name: [] for sweep in SWEEPS}
+
+    def note(module, sweep, chunks, quick):
+        ranges[sweep.name] += list(selftest_sweep._pieces(sweep.limit, selftest_sweep.CHUNK))[chunks]
+        return 1, 0, ""
+
+    monkeypatch.setattr(selftest, "differences", note)
+    for task in selftest.plan(NUMPY, None, quick=False):
+        if task.part == "every float32":
+            task.run()
+    assert all(
+        ranges[sweep.name] == list(selftest_sweep._pieces(sweep.limit, selftest_sweep.CHUNK)) for sweep in SWEEPS
+    )
+
+
+def test_a_stopped_run_begins_no_further_task():
+    begun = []
+    tasks = [Task("part", str(i), partial(lambda i: begun.append(i) or Outcome(1), i)) for i in range(10_000)]
+    results = selftest.run(tasks, threads=1)
+    next(results)
+    results.close()
+    time.sleep(0.2)
+    assert len(begun) < len(tasks)
+
+
+def test_no_task_begins_after_the_given_seconds():
+    tasks = [Task(part, "", lambda: time.sleep(0.1) or Outcome(1)) for part in "aaaaaaaab"]
+    found = list(selftest.run(tasks, threads=1, seconds=0.15))
+    assert [f.task.part for f in found][:2] == ["a", "b"]  # each part begins, and none is first to use up the time
+    assert {f.outcome.skipped for f in found[3:]} == {("not begun within 0.15 s",)} and found[0].outcome.values == 1
+
+
+@pytest.mark.parametrize("seconds", ["0", "-1", "nan"])
+def test_a_limit_that_is_no_time_is_refused(seconds, capsys):
+    assert main(["selftest", "--host", "--quick", f"--seconds={seconds}"]) == 2
+    assert "a number above 0 is needed" in capsys.readouterr().err
 
 
 def reported(monkeypatch, capsys, *outcomes):
@@ -291,7 +331,9 @@ def test_each_group_is_told_when_it_is_finished(monkeypatch, capsys):
     told = []
     tasks = [Task(*names, lambda: told.append(capsys.readouterr().out) or Outcome(1)) for names in ("ax", "ay", "bz")]
     monkeypatch.setattr(selftest, "plan", lambda engine, golden, quick: tasks)
-    monkeypatch.setattr(selftest, "run", lambda _: (selftest.Finished(t, t.run(), 31 * (t.name == "x")) for t in tasks))
+    monkeypatch.setattr(
+        selftest, "run", lambda _, seconds: (selftest.Finished(t, t.run(), 31 * (t.name == "x")) for t in tasks)
+    )
     cli_selftest.report(NUMPY, None, True, Output("selftest"))
     told.append(capsys.readouterr().out.splitlines(keepends=True)[0])
     lines = (f"{n} of 3 cases after 0 s; finished: {what}\n" for n, what in ((1, "a: x"), (2, "a"), (3, "b")))
@@ -353,7 +395,7 @@ def test_the_recorded_outputs_are_those_of_the_package(monkeypatch, capsys):
     monkeypatch.setattr(cli_selftest.imports, "cupy", lambda: cupy)
     monkeypatch.setattr(cli_selftest, "compiler_version", lambda: (13, 0))
     monkeypatch.setattr(
-        cli_selftest, "report", lambda engine, golden, quick, out: 0 if golden.keys("te") and quick else 3
+        cli_selftest, "report", lambda engine, golden, quick, out, seconds: 0 if golden.keys("te") and quick else 3
     )
     assert main(["selftest", "--quick"]) == 0
     out = capsys.readouterr().out
