@@ -170,6 +170,11 @@ def lines_of(report: ConversionReport, summary: Summary) -> Iterator[str]:
         of = f"{family} models{f' ({other} itself was not examined)' * bool(other)}"
         yield f"engines that load {plan.format_name} for {of}: {', '.join(names)}"
         row = plan.request.serving
+        for name in (name for name in summary.engines if row is None or row.engine == name):
+            note = support.cell(plan.format_name, family, name).note if name in VERSIONS else ""
+            if "are off" in note:
+                advice = "; --format modelopt stores no divisor" * ("divisor" in note)
+                yield f"note: {note.replace('the engine', name, 1)}{advice}"
         is_asked = row is None or row.engine == "transformers"
         if is_asked and "transformers" in summary.engines and _needs_bfloat16(plan):
             yield (

@@ -58,7 +58,7 @@ def matmul(
     c: Any = None,
     threads: int | None = None,
 ) -> Any:
-    """Return the product of two quantized arrays as a matrix unit computes it: D = alpha * (C + A B^T), bit for bit.
+    """Return `a @ b.T` of two quantized arrays, bit for bit as a matrix unit computes it: D = alpha * (C + A B^T).
 
         D[..., m, n] = alpha * (c[..., m, n] + sum over k of a[..., m, k] * b[..., n, k])
 
