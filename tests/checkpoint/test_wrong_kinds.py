@@ -3,6 +3,7 @@
 import inspect
 import re
 from collections.abc import Iterable
+from functools import partial
 
 import numpy as np
 import pytest
@@ -85,9 +86,9 @@ def test_one_string_is_one_glob_in_calls(tmp_path, models):
     convert(source, made, "nvfp4-te")
     some, every = (identify_checkpoint(made, source, layers=globs).layers for globs in ("model.layers.0.*", ()))
     assert 0 < len(some) < len(every)
-    assert compare_checkpoints(made, made, ignore="*.x")
-    with pytest.raises(CheckpointError, match=re.escape("--ignore *.x: matches nothing that is refused")):
-        make_plan(source, ignore="*.x")
+    for call in (partial(compare_checkpoints, made, made), partial(make_plan, source)):
+        with pytest.raises(CheckpointError, match=re.escape("--ignore *.x: matches nothing that is refused")):
+            call(ignore="*.x")
 
 
 def test_verify_takes_what_convert_takes(tmp_path, models):

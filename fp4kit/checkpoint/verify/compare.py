@@ -20,9 +20,10 @@ import numpy as np
 
 from fp4kit.arguments import checks_kinds
 from fp4kit.arithmetic import ieee
-from fp4kit.checkpoint.containers.config_entries import REFUSED, Item
+from fp4kit.checkpoint.containers.config_entries import Item
 from fp4kit.checkpoint.containers.configs import ConfigDifference, differences_of
 from fp4kit.checkpoint.containers.table import CODES, CT_NVFP4, GGUF_NVFP4, INPUT_SCALE, SCALES, TENSOR_SCALE
+from fp4kit.checkpoint.model.closed_world import refused_in
 from fp4kit.checkpoint.model.inspect import Checkpoint, inspect_checkpoint, natural_order
 from fp4kit.checkpoint.model.model_files import CONFIG, HF_QUANT_CONFIG, open_source
 from fp4kit.checkpoint.model.slabs import Readers, codes_of, row_chunks, scalar_of, tensor_scale_of, values_of
@@ -168,12 +169,12 @@ def compare_checkpoints(
         A CheckpointComparison. ``equal`` says whether anything differs, ``verdict`` what, in one line.
 
     Raises:
-        CheckpointError: a checkpoint cannot be read.
+        CheckpointError: a checkpoint cannot be read, or a glob matches nothing that is refused.
     """
     left, right = inspect_checkpoint(a), inspect_checkpoint(b)
     configs, patterns = compare_configs(left, right), tuple(ignore)
-    items = (item for model in (left, right) for item in resolved(model, model.weights, patterns).items)
-    refused = tuple(item for item in items if item.group == REFUSED)
+    items = [item for model in (left, right) for item in resolved(model, model.weights, patterns).items]
+    refused = tuple(refused_in(items, patterns))
     tick = progress or (lambda count: None)
     differences: list[TensorDifference] = []
     with Readers() as readers:
