@@ -263,7 +263,8 @@ def doubt_about(reach: float, lost: int) -> str:
     run = "run fp4kit identify with the unquantized source"
     if reach > LARGEST_REACH:
         what = "far beyond trained weights; scales that are stored as their reciprocals look so"
-        return f"its scales allow values up to {reach:.2g}, {what}; {run}"
+        power = f"{reach:e}".partition("e")[2]  # no digits, so that layers with equal faults have one text
+        return f"its scales allow values above {f'1e{power}' if power else LARGEST_REACH}, {what}; {run}"
     if 0 < reach < SMALLEST_REACH:
         what = "far below trained weights; scales that are multiplied twice look so"
         return f"its scales allow only values up to {reach:.2g}, {what}; {run}"
