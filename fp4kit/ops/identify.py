@@ -15,6 +15,7 @@ from itertools import groupby
 from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from fp4kit.arguments import explains_calls
 from fp4kit.arithmetic import ieee
@@ -187,6 +188,10 @@ NEXT_TO_TIES = 1 / 1024
 # Rounding counts as stochastic only if at least this share of the elements that lie between two values of the format
 # have a code other than that of the nearest value.
 ELSEWHERE = 1 / 8
+DECODED = (
+    "the source already holds decoded values: those that the codes stand for, which many recipes keep, so that the"
+    " producer cannot be told"
+)
 UNDERFLOW = 16  # blocks whose amax is larger than this times the largest value of a smallest scale have no zero scale
 
 
@@ -226,6 +231,8 @@ class Identification(Shown):
             recognized.
         note: "" if the dtype of x is q.dtype, that of the array that q was made from. Otherwise a sentence that names
             both. It is printed if no recipe is found.
+        decoded: True if x already holds the values that q decodes to, but for rounding to bfloat16. Many recipes keep
+            such values, so ``exact`` then does not tell which recipe made q.
 
     Examples:
         >>> import fp4kit, numpy as np
@@ -240,6 +247,7 @@ class Identification(Shown):
     fault: str = ""
     before_fault: tuple[str, ...] = ()
     note: str = ""
+    decoded: bool = False
 
     @property
     def exact(self) -> tuple[str, ...]:
@@ -256,6 +264,7 @@ class Identification(Shown):
 
         The first of these cases that applies decides:
 
+        - x already holds the decoded values: the sentence names no recipe.
         - Recipes reproduce all bytes: the sentence names them.
         - There is a fault: it is named, with the recipes that made the bytes before it, or with the nearest ones.
         - There are variations: it names the options of the first one, and the recipes with these options.
@@ -265,6 +274,8 @@ class Identification(Shown):
         Of more than three recipes, the sentence names one and the number of the others; `exact`, `before_fault`,
         `variations` and `matches` have all.
         """
+        if self.decoded:
+            return DECODED.replace("the source", "x", 1)
         if self.exact:
             return _made(self.exact)
         if self.before_fault:
@@ -307,6 +318,9 @@ class Identification(Shown):
 
     def _lines_below(self) -> Iterator[str]:
         """Yield the note if no recipe is found, or the recipes of ``exact``, if the verdict leaves some out."""
+        if self.decoded:
+            yield "give the array that q was made from"
+            return
         if self.note and not (self.exact or self.before_fault or self.variations):
             yield self.note
         if len(self.exact) > MOST_NAMED:
@@ -431,11 +445,32 @@ def identify(q: Quantized, x: Any) -> Identification:
         'mxfp4-triton-kernels-down made these bytes'
     """
     found = ranked(q, x)
+    x = imports.import_arrays("identify", x=x)[0]
+    if found.matches and all(_is_decoded(q, x, box) for box in (_box_at_start(q, PROBE), ...)):
+        return replace(found, decoded=True)
     if found.exact or found.fault or found.variations or not found.matches:
         return found
     # A string, because fp4kit.checkpoint imports this module. Only wrong bytes need it.
     undone = import_module("fp4kit.checkpoint.identify.diagnose").undone
     return replace(found, **undone(on_host("identify: q", q), on_host("identify: x", x)))
+
+
+def _is_decoded(q: Quantized, x: Any, box: Any) -> bool:
+    q, x = (q, x) if box is ... else (box_of(q, box), x[box])
+    x = np.asarray(on_host("identify: x", x), np.float32)
+    return bool(x.any()) and are_equal(np.asarray(dequantize(on_host("identify: q", q)), np.float32), x)
+
+
+_SAME = 2.0**-7  # relative difference of equal values that were rounded to bfloat16 once or twice
+_ALL_DECODED = 0.99  # least share of equal values; of an unquantized source, far fewer are equal
+
+
+def are_equal(values: npt.NDArray[np.floating], x: npt.NDArray[np.floating]) -> bool:
+    """Return whether nearly all nonzero numbers of ``x`` are equal to values, but for rounding to bfloat16."""
+    counted = x != 0
+    with np.errstate(all="ignore"):
+        near = (np.abs(values - x) <= _SAME * np.abs(x)) & counted
+    return bool(np.count_nonzero(near) >= _ALL_DECODED * np.count_nonzero(counted))
 
 
 @ieee("identify")

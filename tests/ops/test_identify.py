@@ -333,3 +333,19 @@ def test_a_verdict_names_few_recipes() -> None:
     for found in [fp4kit.Identification(exact), *(fp4kit.Identification(matches, **one) for one in options)]:
         plainest = str(found).splitlines()[-1].split(" and ")[0]
         assert found.verdict.count(f"{plainest} or {len(NAMES) - 1} others") == 1 and len(found.verdict) < 200
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16])
+@pytest.mark.parametrize("name", ["nvfp4-te", "nvfp4-modelopt", "mxfp4-ocp", "fp8-modelopt", "hif4-hifloat4"])
+def test_decoded_values_tell_no_producer(name: str, dtype: type) -> None:
+    """Many recipes keep the values that q decodes to, so none is named; nor for half of them."""
+    x = np.random.default_rng(0).standard_normal((64, 2048), dtype=np.float32)
+    q = fp4kit.quantize(x, name)
+    values = np.asarray(fp4kit.dequantize(q)).astype(dtype)
+    found = fp4kit.identify(q, values)
+    assert found.decoded and found.verdict.startswith("x already holds decoded values: ") and not found.fault
+    first, second, *_ = str(found).splitlines()
+    assert "made" not in first and second == "give the array that q was made from"
+    values[32:] = x[32:].astype(dtype)
+    assert not fp4kit.identify(q, values).decoded and not fp4kit.identify(q, x).decoded
+    assert not fp4kit.identify(fp4kit.quantize(x * 0, name), x * 0).decoded

@@ -24,7 +24,7 @@ from fp4kit.checkpoint.model.doubts import LOST_SCALES
 from fp4kit.checkpoint.model.statistics import amax_and_nonfinite, sqnr_db
 from fp4kit.formats import E4M3, FLOATS, ElementFormat
 from fp4kit.layouts import packed, unpacked
-from fp4kit.ops.identify import candidates_of, either, is_few, part_of, ranked
+from fp4kit.ops.identify import DECODED, are_equal, candidates_of, either, is_few, part_of, ranked
 from fp4kit.ops.quantize import quantize
 from fp4kit.ops.transforms import unswizzle
 from fp4kit.quantized.container import Quantized
@@ -58,10 +58,6 @@ RESCALED = "rescaled to a shared tensor scale"
 OTHER_SHAPE = "codes have other shapes than the source: no known order gives the shape of the source"
 LOST_ROWS = "codes are zero in some rows: a recipe made all other rows, so that these were probably lost"
 CHANGED_ROWS = "bytes differ in some rows: a recipe made all other rows, so that these were probably overwritten"
-DECODED = (
-    "the source already holds decoded values: those that the codes stand for, which many recipes keep, so that the"
-    " producer cannot be told"
-)
 GIVEN_SCALES = "searched scales: codes are right under the stored scales, which no rule known to fp4kit gives"
 
 
@@ -773,7 +769,7 @@ def decoded(layer: StoredLayer | Fp8Layer, x: np.ndarray) -> Diagnosis | None:
         if is_decoded:
             with np.errstate(all="ignore"):
                 values = layer.element.values[layer.codes] * layer.spread()
-            is_decoded = known_methods.are_equal(values, x.astype(np.float32))
+            is_decoded = are_equal(values, x.astype(np.float32))
     return _diagnosis(MatchCount(total=total), DECODED, cause=DECODED) if is_decoded else None
 
 

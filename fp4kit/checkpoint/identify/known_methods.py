@@ -22,7 +22,7 @@ from fp4kit.checkpoint.identify.hypotheses import Hypothesis, LayerEvidence, Lay
 from fp4kit.checkpoint.model.statistics import sqnr_db
 from fp4kit.formats import ElementFormat
 from fp4kit.layouts import unpacked
-from fp4kit.ops.identify import amaxes_of, candidates_of
+from fp4kit.ops.identify import amaxes_of, are_equal, candidates_of
 from fp4kit.ops.quantize import dequantize, quantize
 from fp4kit.quantized.container import Quantized
 from fp4kit.recipes import RECIPES, Recipe, is_simple
@@ -455,8 +455,6 @@ def fit_of(
 
 
 _PROBED = 1 << 14  # about as many elements are compared first
-_SAME = 2.0**-7  # relative difference of equal values that were rounded to bfloat16 once or twice
-_ALL_DECODED = 0.99  # least share of equal values; of an unquantized source, far fewer are equal
 
 
 @ieee("identify")
@@ -467,14 +465,6 @@ def is_decoded(layer: StoredLayer, x: npt.NDArray[np.generic]) -> bool:
     probe = islice(hypotheses.chunks(x.shape, layer.recipe, _PROBED), 1)
     parts = chain((_part(layer, x, rows) for rows in probe), _parts(layer, x))
     return all(are_equal(part.values, part.x) for part in parts) and bool(x.any())
-
-
-def are_equal(values: npt.NDArray[np.floating], x: npt.NDArray[np.floating]) -> bool:
-    """Return whether nearly all nonzero numbers of ``x`` are equal to values, but for rounding to bfloat16."""
-    counted = x != 0
-    with np.errstate(all="ignore"):
-        near = (np.abs(values - x) <= _SAME * np.abs(x)) & counted
-    return bool(np.count_nonzero(near) >= _ALL_DECODED * np.count_nonzero(counted))
 
 
 class Likeness(NamedTuple):

@@ -19,7 +19,7 @@ from fp4kit.checkpoint.identify import diagnose
 from fp4kit.checkpoint.identify.corruptions import StoredLayer
 from fp4kit.checkpoint.identify.hypotheses import MadeBy
 from fp4kit.checkpoint.identify.known_methods import TUNED, TUNED_BY_AUTO_ROUND, fit_of
-from fp4kit.ops.identify import either, part_of
+from fp4kit.ops.identify import DECODED, either, part_of
 from fp4kit.recipes import RECIPES, Recipe
 from fp4kit.recipes.schema import PRODUCERS, producer_of
 from fp4kit.storage.files import counted, listed
@@ -175,7 +175,7 @@ class LayerSeries:
         return _explained(whole(), True) if search else first
 
 
-_ENOUGH = (diagnose.OTHER_CODES, diagnose.GPTQ, diagnose.DECODED)  # causes for which some rows of a layer suffice
+_ENOUGH = (diagnose.OTHER_CODES, diagnose.GPTQ, DECODED)  # causes for which some rows of a layer suffice
 
 
 def _agrees(found: diagnose.Diagnosis, known: _Known) -> bool:
@@ -236,7 +236,7 @@ _PLAIN_CAUSES = tuple(
     cause.split(": ")[0]
     for cause in (
         *(diagnose.EMPTY, diagnose.NEAR, diagnose.DAMAGED, diagnose.LOST_ROWS, diagnose.CHANGED_ROWS),
-        *(diagnose.OTHER_SHAPE, diagnose.DECODED),
+        *(diagnose.OTHER_SHAPE, DECODED),
     )
 )  # causes that are problems by themselves
 MOST_RECIPES = 2  # the largest number of recipes in a short sentence
@@ -355,7 +355,7 @@ class CheckpointVerdict:
         """The names and explanations of ``exceptions``. If the source has other shapes or decoded values, all layers
         with this cause are one row.
         """
-        causes = (diagnose.OTHER_SHAPE, diagnose.DECODED)
+        causes = (diagnose.OTHER_SHAPE, DECODED)
         rows = [(x.name, x.explanation) for x in self.exceptions if x.explanation.cause not in causes]
         for cause in causes:
             alike = [x for x in self.exceptions if x.explanation.cause == cause]
@@ -436,8 +436,8 @@ class CheckpointVerdict:
         layers = [layer.explanation for layer in self.layers if not layer.explanation.blank]
         if self.decoded and not self.is_clean and 2 * sum(found.recognized for found in layers) < len(layers):
             return f"the source is quantized ({self.decoded}); give the unquantized model that this was made from"
-        if layers and 2 * sum(found.cause == diagnose.DECODED for found in layers) >= len(layers):
-            return f"{diagnose.DECODED.split(': ')[0]}; give the unquantized model that this was made from"
+        if layers and 2 * sum(found.cause == DECODED for found in layers) >= len(layers):
+            return f"{DECODED.split(': ')[0]}; give the unquantized model that this was made from"
         held = {layer.name for layer in self.layers if (layer.kind or "").startswith(diagnose.HOLDS)}
         most = 2 * (len(held) + sum(found.unlike for found in layers)) >= len(layers)
         if pairs := [f"{name} from its {other}" for name, other in self.moved if most or name not in held]:
