@@ -247,6 +247,17 @@ def input_scale_issues(weights: Iterable[Weight], stored: Mapping[str, float]) -
     yield from _unequal(known, divides)
 
 
+def unusable_input_scales(model: Checkpoint, layers: Collection[Weight]) -> tuple[str, ...]:
+    """Return which layers lack an input scale that engines need, or have an unusable one, in the words of verify."""
+    suffixes = {weight.form.suffixes.get(table.INPUT_SCALE, "")[1:] for weight in layers} - {""}
+    if not suffixes:
+        return ()
+    subjects = {weight.name for weight in layers}
+    issues = (one for one in loader_issues(model, scalars_of(layers)) if one.severity == "error")
+    own = (one for one in issues if one.subject in subjects and one.text.partition(" ")[0] in suffixes)
+    return tuple(text for _, text in lines_of(own))
+
+
 def unlike_activations(
     weights: Iterable[Weight], stored: Mapping[str, float], activations: Activations
 ) -> Iterator[Issue]:

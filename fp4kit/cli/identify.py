@@ -18,6 +18,7 @@ from fp4kit.checkpoint.containers.config_entries import CARRIED, DOUBTFUL, REFUS
 from fp4kit.checkpoint.containers.configs import with_declaration
 from fp4kit.checkpoint.delta import apply, diff, open_patch
 from fp4kit.checkpoint.executors import Options, cluster
+from fp4kit.checkpoint.findings import unusable_input_scales
 from fp4kit.checkpoint.identify.diagnose import Diagnosis
 from fp4kit.checkpoint.identify.run import PreparedIdentification, facts_of, problems_of
 from fp4kit.checkpoint.identify.verdicts import MOST_RECIPES, CheckpointVerdict, short_text
@@ -161,6 +162,7 @@ def _stored(args: argparse.Namespace, out: Output) -> int:
     refused = reasons(refused_in(items, args.ignore))
     if not checkpoint.layers:
         refused += filter(None, [unfulfilled(checkpoint.config or {}, checkpoint.hf_quant_config)])
+    refused += unusable_input_scales(checkpoint, checkpoint.layers.values())
     problems, facts = problems_of(checkpoint), list(facts_of(checkpoint))
     body = {
         "refused": refused,
@@ -185,7 +187,7 @@ def _verdict_body(verdict: CheckpointVerdict) -> dict[str, Any]:
         {"name": layer.name, **{name: getattr(layer.explanation, name) for name in shown_fields}}
         for layer in verdict.layers
     ]
-    facts = ("recipes", "mishap", "sentence", "hint", "rules", "unpaired", "moved")
+    facts = ("recipes", "mishap", "sentence", "hint", "rules", "unpaired", "moved", "input_scales")
     found = {name: getattr(verdict, name) for name in facts}
     coverage = verdict.coverage
     found["rows"] = None if coverage is None else {"read": coverage.read, "total": coverage.total}

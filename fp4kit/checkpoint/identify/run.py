@@ -22,6 +22,7 @@ from fp4kit.arguments import checks_kinds
 from fp4kit.checkpoint.containers import table
 from fp4kit.checkpoint.containers.table import CODES, COLUMN_SCALE, LOW_RANK_A, SCALES, TENSOR_SCALE, Container
 from fp4kit.checkpoint.executors import Options, executor_of, pending_limit, run_all
+from fp4kit.checkpoint.findings import unusable_input_scales
 from fp4kit.checkpoint.identify import verdicts
 from fp4kit.checkpoint.identify.corruptions import StoredLayer
 from fp4kit.checkpoint.identify.diagnose import Fp8Layer, held
@@ -514,6 +515,8 @@ class PreparedIdentification:
             )
         chosen = _chosen(weights, tuple(layers))
         self._specs, self._unpaired = layer_specs(stored, weights, chosen, origin, rotations, all_rows)
+        model = Checkpoint(stored.root, stored.config, stored.hf_quant_config, stored.files)
+        self._input_scales = unusable_input_scales(model, chosen)
         if not self._specs:
             raise CheckpointError(
                 f"{destination}: no quantized layer has the name of a weight of {source}; give the model that it was"
@@ -554,7 +557,8 @@ class PreparedIdentification:
         coverage = verdicts.Coverage(read, total, min(sampled, default=0))
         decoded = dict.fromkeys(str(one.origin.weight.container) for one in self._specs if one.origin.weight.container)
         pairs = tuple((one.name, other.origin_name) for one, other in moved)
-        return replace(verdict, coverage=coverage, moved=pairs, decoded=", ".join(decoded))
+        verdict = replace(verdict, coverage=coverage, moved=pairs, input_scales=self._input_scales)
+        return replace(verdict, decoded=", ".join(decoded))
 
 
 def _chosen(weights: Sequence[Weight], patterns: Sequence[str]) -> list[Weight]:

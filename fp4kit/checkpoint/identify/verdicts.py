@@ -316,6 +316,7 @@ class CheckpointVerdict:
     moved: (layer, layer of the source) for layers that were made from the source layer of another name. At most 64
         layers that do not have the signs of their source are examined.
     decoded: the formats of the source's layers that are quantized themselves, and were decoded; "" if none are.
+    input_scales: the layers whose input scale is missing or unusable, with the reason, as verify reports them.
     """
 
     recipes: tuple[str, ...]
@@ -327,6 +328,7 @@ class CheckpointVerdict:
     coverage: Coverage | None = None
     moved: tuple[tuple[str, str], ...] = ()
     decoded: str = ""
+    input_scales: tuple[str, ...] = ()
 
     @property
     def recipe(self) -> str | None:
@@ -335,9 +337,11 @@ class CheckpointVerdict:
 
     @property
     def is_clean(self) -> bool:
-        """True if every layer has a counterpart in the source, and the recipe or method of every layer is known."""
+        """True if every layer has a counterpart in the source, the recipe or method of every layer is known, and no
+        input scale is missing or unusable.
+        """
         known = all(layer.explanation.recognized for layer in self.layers)
-        return bool(self.layers) and not self.unpaired and known
+        return bool(self.layers) and known and not (self.unpaired or self.input_scales)
 
     def __bool__(self) -> bool:
         """Return ``is_clean``."""
@@ -396,7 +400,7 @@ class CheckpointVerdict:
         if self.unpaired:
             names = listed(self.unpaired, MAX_NAMES)
             texts.append(f"no counterpart in the source, {counted(len(self.unpaired), 'layer')}: {names}")
-        return tuple(texts)
+        return (*texts, *self.input_scales)
 
     @property
     def short_sentence(self) -> str:

@@ -562,6 +562,39 @@ def test_faults_in_files_are_named(tmp_path, pair):
     assert mishap == "tensor scale is missing" or not verdict.exceptions  # then the amax of groups is not tried
 
 
+INPUT_SCALES = {"modelopt": "input_scale", "compressed-tensors": "input_global_scale"}
+UNUSABLE = {"0.0": 0, "nan": np.nan, "-1.0": -1, "inf": np.inf, "missing": None}
+
+
+@pytest.mark.parametrize("value", UNUSABLE)
+@pytest.mark.parametrize("form", INPUT_SCALES)
+def test_input_scales_that_are_unusable_are_problems(
+    form: str, value: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They are reported with and without the source, in the words of verify."""
+    synthetic.dense(tmp_path / "in")
+    convert(tmp_path / "in", tmp_path / "out", format=form, input_scale=1.0)
+    name, commands = INPUT_SCALES[form], [["--source", str(tmp_path / "in")], []]
+    commands.append([*commands[0], "--layers", "*.0.mlp.gate_proj"])
+    assert [main(["identify", str(tmp_path / "out"), *more]) for more in commands] == [0, 0, 0]
+    layer, scale = "model.layers.0.mlp.up_proj", UNUSABLE[value]
+
+    def changed(tensor: str, x: np.ndarray) -> np.ndarray | None:
+        own = tensor == f"{layer}.{name}"
+        return x if not own else None if scale is None else np.full_like(x, scale)
+
+    path = str(rewritten(tmp_path / "out", changed))
+    capsys.readouterr()
+    assert main(["verify", path]) == 1
+    lines = [line for line in capsys.readouterr().out.splitlines() if f"{layer}: {name} is {value}" in line]
+    lines = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
+    for more, count in zip(commands, (len(lines), len(lines), 0), strict=True):
+        assert main(["identify", path, *more]) == bool(count)
+        problems = [line for line in capsys.readouterr().out.splitlines() if line.startswith("PROBLEM: ")]
+        assert [one.removeprefix("PROBLEM: ") for one in problems] == lines[:count]
+    assert lines
+
+
 def test_models_without_layers_in_common(tmp_path):
     synthetic.dense(tmp_path / "in")
     convert(tmp_path / "in", tmp_path / "out")
