@@ -267,7 +267,8 @@ COMMANDS = {
             ),
             flag(
                 "--all-rows",
-                "compare all rows (default: 256 rows of each larger layer, and all rows if these are not explained)",
+                "compare all rows (default: all rows if the layers have at most 2^24 weights;"
+                " otherwise 256 rows of each larger layer, and all rows if these are not explained)",
                 action="store_true",
             ),
             WORKERS._replace(

@@ -302,6 +302,7 @@ def modifiers_of(path: Path) -> list[str]:
 
 
 RowRanges = tuple[tuple[int, int], ...]  # ranges of rows, in ascending order
+SMALL = 1 << 24  # if the layers have at most so many weights together, all rows are read, in less than 2 s
 SAMPLED_ROWS = 256  # number of rows that are read of a layer; layers with at most as many rows are read whole
 _LAYER_AT_ONCE = (
     4 << 20
@@ -458,7 +459,8 @@ def identify_checkpoint(
     The names of a layer in the checkpoint and in the source may differ in the ways that tools rename layers (see
     pair_names.py). A layer without a counterpart in the source is named in the verdict.
 
-    By default, 256 rows of each larger layer are compared with the source: groups of adjacent rows, one from each part
+    If the layers have at most 2^24 weights together, all rows are compared. Otherwise, by default, 256 rows of each
+    larger layer are compared with the source: groups of adjacent rows, one from each part
     of the layer. If these rows are explained, so is the layer; otherwise, all of its rows are read. A fault in few
     other rows may thus be missed (see ``coverage`` of the result). If a tensor scale depends on the amax of the source,
     all rows of the source are read for this amax. What explained earlier layers is tried first on the next layer, and
@@ -514,6 +516,7 @@ class PreparedIdentification:
                 " lists its tensors"
             )
         chosen = _chosen(weights, tuple(layers))
+        all_rows |= sum(prod(weight.shape) for weight in chosen) <= SMALL
         self._specs, self._unpaired = layer_specs(stored, weights, chosen, origin, rotations, all_rows)
         model = Checkpoint(stored.root, stored.config, stored.hf_quant_config, stored.files)
         self._input_scales = unusable_input_scales(model, chosen)

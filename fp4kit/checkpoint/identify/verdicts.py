@@ -285,9 +285,9 @@ class Coverage:
 
     @property
     def sentence(self) -> str:
-        """A sentence about what was sampled, and which faults may be missed; "" if all rows were read."""
+        """A sentence about what was sampled, and which faults may be missed; or that all rows were compared."""
         if not self.least:
-            return ""
+            return f"not sampled: all {self.total:,} rows were compared"
         share, rare = 100 * self.read / self.total, int(1 / (1 - _MISSED ** (1 / self.least)))
         return (
             f"sampled: {share:.2g}% of rows, at least {self.least} of each layer; a fault in fewer than 1 of {rare}"

@@ -17,7 +17,7 @@ import synthetic
 from exhaustive import by_default
 
 from fp4kit.checkpoint import CheckpointError, Options, convert
-from fp4kit.checkpoint.identify import hypotheses
+from fp4kit.checkpoint.identify import hypotheses, run
 from fp4kit.checkpoint.identify.run import (
     SAMPLED_ROWS,
     PreparedIdentification,
@@ -45,6 +45,12 @@ CONFIG: dict[str, object] = {
 }
 Tensors = dict[str, np.ndarray]
 ROWS = 288  # of most layers, so that they are sampled
+
+
+@pytest.fixture(autouse=True)
+def _sampled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sample also small models."""
+    monkeypatch.setattr(run, "SMALL", 0)
 
 
 def weights(tag: str = "", hidden: int = 64) -> Tensors:
@@ -100,7 +106,7 @@ def test_a_sample_gives_the_verdict_of_all_rows(made: Callable[[str], Path], rec
     assert recipe in some.recipes and some.is_clean and some.sentence == every.sentence
     assert some.coverage is not None and every.coverage is not None
     assert some.coverage.read < some.coverage.total == every.coverage.read
-    assert "fewer than 1 of 85 rows" in some.coverage.sentence and every.coverage.sentence == ""
+    assert "fewer than 1 of 85 rows" in some.coverage.sentence and every.coverage.sentence.startswith("not sampled: ")
 
 
 def test_few_rows_are_encoded_and_few_bytes_read(made: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,8 +154,8 @@ def test_layers_are_chosen_by_globs(made: Callable[[str], Path], capsys: pytest.
     with pytest.raises(CheckpointError, match="matches no quantized layer"):
         identify_checkpoint(path, path.parent / "m", layers=["*.gate_proj", "mlp"])
     command = ["identify", str(path), "--source", str(path.parent / "m"), "--layers", "*.0.*"]
-    assert main(command) == 0 and "sampled: " in capsys.readouterr().out
-    assert main([*command, "--all-rows", "--workers", "1"]) == 0 and "sampled: " not in capsys.readouterr().out
+    assert main(command) == 0 and "\nsampled: " in capsys.readouterr().out
+    assert main([*command, "--all-rows", "--workers", "1"]) == 0 and "\nsampled: " not in capsys.readouterr().out
     assert main(["identify", str(path), "--all-rows"]) == 2 and "add --source" in capsys.readouterr().err
 
 
@@ -194,6 +200,32 @@ def test_damage_at_the_end_is_found(made: Callable[[str], Path], tmp_path: Path,
     path = changed(made("mxfp4-ocp"), tmp_path / "q", damaged(share))
     verdict = identify_checkpoint(path, made("mxfp4-ocp").parent / "m")
     assert [layer.name for layer in verdict.exceptions] == ["model.layers.0.mlp.gate_proj"] and not verdict.is_clean
+
+
+def test_one_changed_byte_of_a_small_model_is_found(
+    made: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Small models are read whole, also those of exactly the bound."""
+    name, source = "model.layers.0.mlp.gate_proj", made("mxfp4-ocp").parent / "m"
+    stored = open_source(made("mxfp4-ocp"))
+    weight = next(one for one in weights_of(stored.tensors, stored.config).values() if one.name == name)
+    spans = sample_spans(weight)
+    assert spans is not None
+    row = np.setdiff1d(np.arange(ROWS), rows_in(spans))[0]
+
+    def one_byte(tensor: str, x: np.ndarray) -> np.ndarray:
+        if tensor.startswith(name) and x.shape[1] >= 32:
+            x[row, 0] ^= 0x11
+        return x
+
+    path = changed(made("mxfp4-ocp"), tmp_path / "bad", one_byte)
+    assert identify_checkpoint(path, source).is_clean
+    monkeypatch.setattr(run, "SMALL", 12 * ROWS * 64)
+    verdict = identify_checkpoint(path, source)
+    assert [layer.name for layer in verdict.exceptions] == [name] and not verdict.is_clean
+    assert verdict.coverage is not None and "all " in verdict.coverage.sentence
+    monkeypatch.setattr(run, "SMALL", 12 * ROWS * 64 - 1)
+    assert identify_checkpoint(path, source).is_clean
 
 
 def swapped(name: str, x: np.ndarray) -> np.ndarray:
