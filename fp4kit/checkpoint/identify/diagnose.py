@@ -7,7 +7,7 @@ the original weight.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, NamedTuple
@@ -169,13 +169,15 @@ _NEEDED = re.compile(r" \([^()]* is needed\)$")
 
 
 HOLDS = "holds another layer"
+_HOLDS_OTHER = re.compile(r"^(holds (the (codes|block scales|tensor scale) of )?another layer): .*")
+_PARTS = ("codes", "block scales", "tensor scale")
 
 
 def without_numbers(mishap: str) -> str:
     """Return the name of a mishap (fault) without the numbers and names of one layer, so that layers can be
     compared.
     """
-    return "; ".join(HOLDS if part.startswith(HOLDS) else _NEEDED.sub("", part) for part in mishap.split("; "))
+    return "; ".join(_HOLDS_OTHER.sub(r"\1", _NEEDED.sub("", part)) for part in mishap.split("; "))
 
 
 def held(found: Diagnosis, other: str) -> Diagnosis:
@@ -326,6 +328,69 @@ def _rescaled(plain: Layout | None, recipes: Sequence[Recipe]) -> Diagnosis | No
         return None
     found, tally = hypotheses.exact_hypotheses(list(hypotheses.rescaled_hypotheses(plain, recipes)))
     return _explained(found, tally) if found else None
+
+
+_Expected = tuple[Recipe, Any, tuple[Any, ...]]  # recipe, amax, (codes, block scales, tensor scale)
+
+
+def _stored(plain: Layout, rows: np.ndarray) -> tuple[Any, ...]:
+    scales = plain.evidence.layer.block_scale.reshape(plain.scales_shape)[rows]
+    return plain.read(rows), scales, plain.evidence.layer.tensor_scale
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    if a is None or b is None or np.size(a) == 1:
+        return (a is None) == (b is None) and (a is None or within_ulps(a, b))
+    return np.array_equal(a, b)
+
+
+def plain_of(layer: StoredLayer, x: np.ndarray, amaxes: tuple[float, ...], other: np.ndarray | None) -> Layout | None:
+    """Return the plain layout of a layer whose parts can be compared with those of other layers, otherwise None."""
+    usable = layer.shape == x.shape and layer.in_order(x) and x.dtype in FLOATS
+    evidence = LayerEvidence(layer, x, other)
+    return hypotheses.plain_layout(_with_amaxes(evidence, hypotheses.own_amax(x), amaxes)) if usable else None
+
+
+@ieee("identify")
+def parts_of_others(names: Sequence[str], read: Callable[[str], Layout | None]) -> Iterator[tuple[str, Diagnosis]]:
+    """Yield (layer, explanation) for the first layers that hold codes or scales which a recipe gives for others."""
+    head, made, stored = np.arange(_FEW_ROWS), dict[str, list[_Expected]](), dict[str, tuple[Any, ...]]()
+    for name in names:
+        if (plain := read(name)) is not None and plain.shape[0] >= len(head):
+            tried = [(r, a) for r in hypotheses.recipes_of(plain.recipe) for a in _known_amaxes(plain, r)]
+            made[name] = [(r, a, hypotheses.expected_parts(plain, head, r, a)) for r, a in tried]
+            stored[name] = _stored(plain, head)
+    for name, have in stored.items():
+        found: dict[tuple[str, ...], list[Recipe]] = {}
+        for r, _, _ in made[name]:
+            every = [(other, a, parts) for other in (name, *made) for s, a, parts in made[other] if s == r]
+            fits = [next(((n, a) for n, a, want in every if _is_same(have[i], want[i])), None) for i in range(3)]
+            chosen = tuple(one[0] for one in fits if one)
+            if len(chosen) == 3 and name in chosen and {*chosen} != {name} and _are_whole(name, r, fits, read):
+                found.setdefault(chosen, []).append(r)
+        for chosen, recipes in list(found.items())[:1]:
+            ids = tuple(dict.fromkeys(r.title for r in recipes))
+            others = [(part, one) for part, one in zip(_PARTS, chosen, strict=True) if one != name]
+            text = "; ".join(f"holds the {part} of {one}" for part, one in others)
+            mishap = "; ".join(f"holds the {part} of another layer: {one}" for part, one in others)
+            if (plain := read(name)) is not None:
+                yield name, _diagnosis(_all_bytes(plain), f"{text}, by {either(ids)}", ids, mishap=mishap)
+
+
+def _known_amaxes(plain: Layout, r: Recipe) -> list[Any]:
+    is_scaled = r.tensor_rule is not None and r.tensor_scaling == "tensor"
+    return [np.asarray(a) for a in dict.fromkeys(plain.evidence.amaxes)] if is_scaled else [None]
+
+
+def _are_whole(name: str, r: Recipe, fits: Sequence[Any], read: Callable[[str], Layout | None]) -> bool:
+    others = {one: plain for one, _ in fits if (plain := read(one)) is not None}
+    plain = others[name]
+    for rows in hypotheses.chunks(plain.shape, r):
+        have = _stored(plain, rows)
+        for i, (one, amax) in enumerate(fits):
+            if not _is_same(have[i], hypotheses.expected_parts(others[one], rows, r, amax)[i]):
+                return False
+    return True
 
 
 _FEW_ROWS = 32  # a multiple of the rows of every block

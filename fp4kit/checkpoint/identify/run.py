@@ -24,9 +24,9 @@ from fp4kit.checkpoint.containers.table import CODES, COLUMN_SCALE, LOW_RANK_A, 
 from fp4kit.checkpoint.executors import Options, executor_of, pending_limit, run_all
 from fp4kit.checkpoint.findings import unusable_input_scales
 from fp4kit.checkpoint.identify import verdicts
-from fp4kit.checkpoint.identify.corruptions import StoredLayer
-from fp4kit.checkpoint.identify.diagnose import Fp8Layer, held
-from fp4kit.checkpoint.identify.hypotheses import recipes_of
+from fp4kit.checkpoint.identify.corruptions import WRONG_SCALE, StoredLayer
+from fp4kit.checkpoint.identify.diagnose import Fp8Layer, held, parts_of_others, plain_of
+from fp4kit.checkpoint.identify.hypotheses import Layout, recipes_of
 from fp4kit.checkpoint.identify.verdicts import CheckpointVerdict, LayerPair, LayerSeries, LayerVerdict
 from fp4kit.checkpoint.model.closed_world import check_model
 from fp4kit.checkpoint.model.doubts import doubt_of, is_empty
@@ -39,6 +39,7 @@ from fp4kit.checkpoint.model.weights import Located, Weight, WeightRotation, wei
 from fp4kit.checkpoint.plan.gguf_model import as_gguf
 from fp4kit.checkpoint.selection.names import join_module, shared_amax_groups, split_module
 from fp4kit.layouts import unpacked
+from fp4kit.ops.identify import DECODED
 from fp4kit.recipes import ALL_RECIPES, RECIPES, Recipe, is_simple
 from fp4kit.storage.files import NUMPY_DTYPES, CheckpointError, similar_glob
 from fp4kit.storage.gguf_file import is_gguf
@@ -552,6 +553,7 @@ class PreparedIdentification:
         unlike = [n for n, one in found.items() if one.explanation.unlike and not one.explanation.blank]
         moved = other_places([self._specs[n].place for n in sorted(unlike)], [one.place for one in self._specs])
         found |= _held([(one.name, other.name) for one, other in moved], self._specs, series)
+        found |= _with_parts_of_others(self._specs, found, {one.name for one, _ in moved})
         layers = tuple(found[number] for number in range(len(self._specs)))
         verdict = verdicts.checkpoint_verdict(layers, self._unpaired)
         rows = [(spec.rows_read, spec.rows) for spec in self._specs]
@@ -617,6 +619,44 @@ def _held(pairs: Iterable[tuple[str, str]], specs: Sequence[LayerSpec], series: 
         for number, layer in _explained(batch, series)
         if layer.explanation.explained
     }
+
+
+def _with_parts_of_others(
+    specs: Sequence[LayerSpec], found: Mapping[int, LayerVerdict], moved: Collection[str]
+) -> dict[int, LayerVerdict]:
+    """Return the verdicts by number on layers of which some parts are those of other layers."""
+    numbers = {spec.name: number for number, spec in enumerate(specs)}
+    own = {spec.name: found[number].explanation for number, spec in enumerate(specs)}
+    faulty = [
+        name
+        for name, one in own.items()
+        if not (one.recognized or one.blank or one.cause == DECODED or (one.unlike and name not in moved))
+        and (not one.explained or str(one.mishap).startswith(WRONG_SCALE))
+    ][:_MOST_UNLIKE]
+    with Readers() as readers:
+
+        def head(name: str) -> tuple[bytes, ...]:
+            spec = specs[numbers[name]]
+            regular = spec.weight.form.scale is not None and spec.weight.form.block[0] == 1 and _is_regular(spec.weight)
+            if not regular:
+                return ()
+            layer = stored_layer(spec.weight, spec.expert, readers, (0, min(_ROWS, spec.rows)))
+            parts = (layer.codes, layer.block_scale, layer.tensor_scale)  # type: ignore[union-attr]
+            return tuple(f"{i}".encode() + np.asarray(one).tobytes() for i, one in enumerate(parts) if one is not None)
+
+        stored = {part for name in faulty for part in head(name)}
+        shapes = {specs[numbers[name]].weight.shape[-2:] for name in faulty}
+        alike = [name for name in own if specs[numbers[name]].weight.shape[-2:] in shapes and name not in faulty]
+        alike = [name for name in alike[:_MOST_ORIGINS] if stored.intersection(head(name))]
+
+        def read(name: str) -> Layout | None:
+            pair = PairReader(readers).whole(specs[numbers[name]])
+            if pair.is_rest or isinstance(pair.parts, Fp8Layer):
+                return None
+            return plain_of(pair.parts, pair.source, pair.amaxes, pair.other)
+
+        again = dict(parts_of_others([*faulty, *alike[:_MOST_UNLIKE]], read)) if faulty else {}
+    return {numbers[name]: replace(found[numbers[name]], explanation=one) for name, one in again.items()}
 
 
 _MOST_UNLIKE = 64  # stored layers to look for

@@ -442,7 +442,7 @@ class CheckpointVerdict:
             return f"the source is quantized ({self.decoded}); give the unquantized model that this was made from"
         if layers and 2 * sum(found.cause == DECODED for found in layers) >= len(layers):
             return f"{DECODED.split(': ')[0]}; give the unquantized model that this was made from"
-        held = {layer.name for layer in self.layers if (layer.kind or "").startswith(diagnose.HOLDS)}
+        held = {layer.name for layer in self.layers if "another layer" in (layer.kind or "")}
         most = 2 * (len(held) + sum(found.unlike for found in layers)) >= len(layers)
         if pairs := [f"{name} from its {other}" for name, other in self.moved if most or name not in held]:
             return f"this is probably not the source, or its layers are in another order: {listed(pairs, MAX_NAMES)}"

@@ -342,6 +342,36 @@ def test_exchanged_layers_are_explained(
     }
 
 
+PARTS = {  # part: the ends of its tensor in the containers that convert writes
+    "codes": (".weight", ".weight_packed"),
+    "block scales": (".weight_scale",),
+    "tensor scale": (".weight_scale_2", ".weight_global_scale"),
+}
+PARTS_OF = [(part, recipe) for recipe in ("nvfp4-te", "mxfp4-ocp", "nvfp4-te-2d") for part in PARTS]
+PARTS_OF.remove(("tensor scale", "mxfp4-ocp"))
+
+
+@pytest.mark.parametrize("both", [True, False], ids=["exchanged", "copied"])
+@pytest.mark.parametrize("case", PARTS_OF, ids="-".join)
+def test_parts_of_other_layers_are_named(
+    made: Callable[[str], Path], tmp_path: Path, case: tuple[str, str], both: bool
+) -> None:
+    part, recipe = case
+    one, other = "model.layers.0.mlp.down_proj", "model.layers.1.mlp.down_proj"
+    tensors = {name: np.array(x) for name, x in oracle.arrays(oracle.load(made(recipe))).items()}
+    new = dict(tensors)
+    for layer, from_ in ((one, other), (other, one))[: 1 + both]:
+        new |= {layer + end: tensors[from_ + end] for end in PARTS[part] if layer + end in tensors}
+    path, source = tmp_path / "q", made(recipe).parent / "m"
+    synthetic.write_model(path, json.loads((made(recipe) / "config.json").read_text()), new)
+    verdict = identify_checkpoint(path, source)
+    wanted = {one: f"holds the {part} of {other}", other: f"holds the {part} of {one}"}
+    assert {x.name: x.explanation.sentence.split(", by")[0] for x in verdict.exceptions} == dict(
+        list(wanted.items())[: 1 + both]
+    )
+    assert verdict.problems == (f"holds the {part} of another layer, {1 + both} of 12 layers",)
+
+
 def said(verdict: CheckpointVerdict) -> str:
     return "; ".join([*verdict.problems, verdict.hint or ""])
 
