@@ -180,7 +180,7 @@ def test_a_source_of_other_shapes(tmp_path: Path, capsys: pytest.CaptureFixture[
         lines = capsys.readouterr().out.splitlines()
         assert lines[0].startswith("this is probably not the source: nothing matches, and 7 layers with other shapes")
         assert lines[1] == "PROBLEM: codes have other shapes than the source, 7 of 7 layers" and len(lines) == 6
-        assert lines[4].startswith("a.0.down_proj and 6 more  -") and "shape (96, 128)" in lines[4]
+        assert lines[5].startswith("a.0.down_proj and 6 more  -") and "shape (96, 128)" in lines[5]
 
 
 def test_changed_layers_get_the_recipe_of_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
