@@ -25,13 +25,13 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 # Count -> (limit; goal). A limit goes down, and up only by what a new capability needs.
 LIMITS: dict[str, tuple[float, float]] = {
-    "code lines of the package": (72000, 52000),
+    "code lines of the package": (72150, 52000),
     "Python modules": (205, 200),
     "Python modules in one folder": (15, 15),
     "import lines": (3910, 3300),
     "texts per code line": (0.36, 0.38),
     "docstring lines of private functions": (1930, 2500),
-    "code lines of tests": (62450, 42000),
+    "code lines of tests": (62650, 42000),
     "files entered by the first quantize": (10, 10),
     "files entered by the first dequantize": (12, 11),
     "files entered by the first matmul": (11, 9),
