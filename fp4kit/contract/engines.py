@@ -222,10 +222,13 @@ def _unknown_scheme(op: str, engine: str, schemes: Iterable[str], scheme: str) -
     way_out = "; or name the recipe and the format of the checkpoint instead" * (op not in _WITHOUT_RECIPE)
     loaded = _loaded(engine) & {row.container for row in others}
     if loaded:
-        known = dict.fromkeys(f"{row.engine} {row.scheme}" for row in others if row.container in loaded)
+        rows = [row for row in others if row.container in loaded]
+        known = dict.fromkeys(f"{row.engine} {row.scheme}" for row in rows)
+        pairs = (f"{row.weights.id} and {row.format}" for row in rows if row.weights is not None)
+        such = f", such as {next(pairs, 'nvfp4-te and compressed-tensors')}" if way_out else ""
         return (
             f"{engine} loads such checkpoints ({', '.join(sorted(loaded))}), but how it multiplies {scheme} is not"
-            f" known to fp4kit; it can describe {listed([*known])} for them{way_out}"
+            f" known to fp4kit; it can describe {listed([*known])} for them{way_out}{such}"
         )
     elsewhere = dict.fromkeys(row.engine for row in others)
     have = f"; {', '.join(elsewhere)} {'has' if len(elsewhere) == 1 else 'have'} it" if elsewhere else ""

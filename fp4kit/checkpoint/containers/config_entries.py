@@ -152,7 +152,10 @@ def _quantized_layers(value: Any, layers: _Layers) -> Reasons:
         algorithm = str(entry.get("quant_algo", "")) if isinstance(entry, Mapping) else ""
         kinds = _ALGORITHMS.get(algorithm.upper(), ())
         yield not kinds and f"has {shown(name)} as {brief(entry)}, which fp4kit does not know"
-        extra = sorted(set(entry) - {"quant_algo", "group_size", "has_zero_point", "pre_quant_scale"})
+        extra = sorted(
+            {k for k in entry if entry[k] is not None}
+            - {"quant_algo", "group_size", "has_zero_point", "pre_quant_scale"}
+        )
         yield extra and f"has the key {shown(extra[0])} for {shown(name)}, which fp4kit does not know"
         form = layers.forms.get(name)
         if form is not None and form.kind not in kinds:
@@ -220,7 +223,7 @@ def _known_groups(value: Any, layers: _Layers) -> Reasons:
 def _group(group: Any, layers: _Layers) -> Reasons:
     why = _no_object(group)
     yield why and f"which {why}"
-    unknown = [key for key in group if key not in _GROUP_KEYS]
+    unknown = [key for key, one in group.items() if key not in _GROUP_KEYS and one is not None]
     yield unknown and f"with the key {shown(unknown[0])}, which fp4kit does not know"
     form, targets, scheme = (group.get(key) for key in ("format", "targets", "weights"))
     if form is not None and not is_one_of(form, _FORMATS):
@@ -235,7 +238,7 @@ def _group(group: Any, layers: _Layers) -> Reasons:
 def _scheme(value: Any, layers: _Layers) -> Reasons:
     yield _no_object(value)
     for key, one in value.items():
-        why = first_reason(_SCHEME[key](one, layers)) if key in _SCHEME else "is not known"
+        why = first_reason(_SCHEME[key](one, layers)) if key in _SCHEME else "is not known" * (one is not None)
         yield why and f"has {shown(key)}, which {why}"
 
 
@@ -536,6 +539,8 @@ def _layers(weights: Mapping[str, Weight]) -> _Layers:
 
 
 def _unknown_entry(place: str, name: str, value: Any) -> Item:
+    if value is None:  # tools write the optional entries of their newest version so
+        return Item(UNDERSTOOD, place, name, "is null, so that it declares nothing")
     return Item(REFUSED, place, name, f"is {brief(value)}, an entry that fp4kit does not know")
 
 

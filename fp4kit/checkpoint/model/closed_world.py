@@ -388,7 +388,11 @@ def _comfy_trouble(weight: Weight, entry: Any) -> config_entries.Reasons:
     """Yield reasons to refuse what ComfyUI's tag or metadata says about a layer."""
     if not isinstance(entry, Mapping):
         yield f"{shown(json.dumps(entry))}, where an object with the key format is needed"
-    unknown = [key for key in entry if key not in _COMFY_KEYS and not (key in _NO_ROTATION and not entry[key])]
+    unknown = [
+        key
+        for key in entry
+        if key not in _COMFY_KEYS and not (key in _NO_ROTATION and not entry[key]) and entry[key] is not None
+    ]
     yield unknown and f"has the key {shown(unknown[0])}, which fp4kit does not know"
     name, shape = entry.get("format"), entry.get("orig_shape")
     yield name not in _TAG_FORMATS and f"is ComfyUI's {shown(str(name))}, a format that fp4kit does not read"

@@ -749,7 +749,11 @@ def _check_not_empty(candidates: Iterable[Candidate], decisions: Mapping[str, De
     kept = [f"{shown(one.name)} ({decisions[one.name].reason})" for one in listed_ones]
     some = any(decision == AS_IN_SOURCE for decision in decisions.values())
     include = "; --include GLOB quantizes layers that the source has unquantized" if some else ""
-    raise CheckpointError(
-        f"0 tensors to convert: {'; '.join(kept[:3]) or 'no 2-D .weight tensors'}; change the preset, the patterns or"
-        f" the recipe{include}"
-    )
+    reasons = [decisions[c.name].reason for c in listed_ones if not decisions[c.name].reason.startswith(OUTPUT_HEAD)]
+    advice = "change the preset, the patterns or the recipe"
+    for start, other in (
+        ("dtype ", "cast the weights to one of these dtypes"),
+        ("K = ", "choose a recipe without blocks along K, such as fp8-modelopt-channel"),
+    ):
+        advice = other if reasons and all(reason.startswith(start) for reason in reasons) else advice
+    raise CheckpointError(f"0 tensors to convert: {'; '.join(kept[:3]) or 'no 2-D .weight tensors'}; {advice}{include}")

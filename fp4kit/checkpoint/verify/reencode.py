@@ -514,8 +514,14 @@ def run(checks: Sequence[Check], executor: Executor | None, tick: Callable[[int]
         members[job.group].append(one)
     shared = {group: join_group(found) for group, found in members.items()}
     rescalings = _rescalings(checks, {one.key: one for found in members.values() for one in found})
+    alone = {one.key: one for found in members.values() if len(found) > 1 for one in found}
     groups = (
-        (check, None if check.job is None else shared.get(check.job.group), rescalings.get(check.key))
+        (
+            check,
+            None if check.job is None else shared.get(check.job.group),
+            rescalings.get(check.key),
+            alone.get(check.key),
+        )
         for check in checks
     )
     for found in run_all(executor, deque((run_check, one) for one in groups)):
@@ -523,8 +529,13 @@ def run(checks: Sequence[Check], executor: Executor | None, tick: Callable[[int]
         yield found
 
 
-def run_check(check: Check, shared: Measured | None, rescaling: Rescaling | None = None) -> ReencodedLayer:
-    """Run one check: re-encode the matrix, compare it with the file, and count its stored values."""
+def run_check(
+    check: Check, shared: Measured | None, rescaling: Rescaling | None = None, alone: Measured | None = None
+) -> ReencodedLayer:
+    """Run one check: re-encode the matrix, compare it with the file, and count its stored values.
+
+    alone: the amax of the matrix alone, under which some tools encode parts of a fused layer.
+    """
     form = check.stored.container
     with Readers() as readers:
         if form is None:
@@ -533,6 +544,9 @@ def run_check(check: Check, shared: Measured | None, rescaling: Rescaling | None
         tally = tally_of_rows(check, readers)
         if rescaling is None:
             found = _reencoded(check, shared, tally, readers)
+            if alone is not None and not found.error and any(found.differing.values()):
+                own = _reencoded(check, alone, tally, readers)
+                found = found if own.error or _count(own) >= _count(found) else own
         else:  # reconcile rescaled the matrix, which either had a tensor scale of its own or that of its fused layer
             found = _reencoded(check, rescaling.alone, tally, readers, rescaling.shared)
             if found.error or any(found.differing.values()):
@@ -541,6 +555,10 @@ def run_check(check: Check, shared: Measured | None, rescaling: Rescaling | None
         if found.usual_db is None and is_low(found.tally, form.element.bits):
             found = replace(found, usual_db=usual_db(check, readers))
     return replace(found, doubt=doubt)
+
+
+def _count(found: ReencodedLayer) -> int:
+    return sum(found.differing.values())
 
 
 def _reencoded(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -210,6 +211,7 @@ CONFIG_KEYS: dict[str, list[tuple[str, Any, str]]] = {
         ("format", {"x": 1}, "is {"),
         ("quant_method", "hqq", 'is "hqq", which fp4kit does not know'),
         ("anything", 1, "an entry that fp4kit does not know"),
+        ("anything", False, "an entry that fp4kit does not know"),
         ("config_groups", {"g": GROUP | {"weights": {"type": "int", "num_bits": 4}}}, "type"),
         ("config_groups", {"g": {"weights": {}, "rotation": 1}}, "with the key rotation, which fp4kit does not know"),
         ("config_groups", {"g": ["Linear"]}, 'has g, which is ["Linear"], where an object is needed'),
@@ -257,6 +259,28 @@ def test_config_keys(form: str, case: tuple[str, Any, str], sound: Make, tmp_pat
         make_plan(write(tmp_path / "m", start.tensors, config, start.metadata), format="bf16")
     path = key[1:] if key[0] == "/" else f"quantization_config.{key}"
     assert f"config.json: {path}" in str(caught.value)
+
+
+UNKNOWN: list[tuple[str, Callable[[Any], Any]]] = [
+    ("compressed-tensors", lambda declared: declared),
+    ("compressed-tensors", lambda declared: declared["config_groups"]["group_0"]),
+    ("compressed-tensors", lambda declared: declared["config_groups"]["group_0"]["weights"]),
+    ("modelopt", lambda declared: declared),
+]
+
+
+@pytest.mark.parametrize(("form", "place"), UNKNOWN)
+@pytest.mark.parametrize("value", [None, 0, False, "", {}])
+def test_unknown_entries_that_are_null_declare_nothing(
+    form: str, place: Callable[[Any], Any], value: Any, sound: Make, tmp_path: Path
+) -> None:
+    """compressed-tensors 0.20 writes each optional entry, such as moe_sparsity_config, as null."""
+    start = sound(f"nvfp4-{form}", form)
+    config = start.config
+    place(config["quantization_config"])["moe_sparsity_config"] = value
+    made = write(tmp_path / "m", start.tensors, config, start.metadata)
+    with nullcontext() if value is None else refused("moe_sparsity_config"):
+        make_plan(made, format="bf16")
 
 
 @pytest.mark.parametrize(

@@ -204,6 +204,10 @@ def test_a_selection_of_nothing() -> None:
     refused_wishes(published.qwen3_dense(), Wishes("experts"), text)
     for wishes in (Wishes(), Wishes(keep=("x",)), Wishes(only=("x",))):
         refused_wishes([], wishes, "0 tensors to convert: no 2-D .weight tensors; change the preset, the patterns or")
+    doubles = [replace(one, dtype="F64") for one in published.qwen3_dense()]
+    refused_wishes(doubles, Wishes(), "is not one of F32, F16, BF16); cast the weights to one of these dtypes")
+    odd = [replace(one, shape=(*one.shape[:-1], 200)) for one in published.qwen3_dense()]
+    refused_wishes(odd, Wishes(), "(K = 200 is not a multiple of 16); choose a recipe without blocks along K, such as")
 
 
 @together("name", published.MODELS)

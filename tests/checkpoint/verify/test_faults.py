@@ -7,6 +7,7 @@ import re
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from exhaustive import every_row, half
 from measured import whole
 
 import fp4kit
-from fp4kit.checkpoint import Activations, convert, make_plan
+from fp4kit.checkpoint import Activations, Wishes, convert, make_plan
 from fp4kit.checkpoint.containers.engines import Issue
 from fp4kit.checkpoint.findings import emptiness_of, engines_that_load, recorded_activations, zeros_of
 from fp4kit.checkpoint.identify.run import problems_of
@@ -705,3 +706,26 @@ def test_nvfp4_layers_in_a_checkpoint_of_fp8_blocks(tmp_path: Path) -> None:
     change(tmp_path / "m", f"{GATE}.weight_scale_2", lambda scale: scale * np.nan)
     assert {"vLLM", "SGLang"} <= unusable(tmp_path / "m")
     assert not any("128x128: the requirements" in issue.text for issue in verify(tmp_path / "m").issues)
+
+
+def kept_in(into: list[Bytes], x: Bytes) -> Bytes:
+    into.append(x)
+    return x
+
+
+@pytest.mark.parametrize("fault", ["", "k_proj", "o_proj"])
+def test_fused_layers_with_tensor_scales_of_their_own(sound: Path, tmp_path: Path, fault: str) -> None:
+    """compressed-tensors encodes q, k and v by themselves: the bytes are right, but vLLM fuses and misreads them."""
+    stored = copied(sound / "nvfp4-modelopt", tmp_path / "stored", True)
+    for name in ("q_proj", "k_proj", "v_proj"):
+        convert(sound / "s", tmp_path / name, "nvfp4-modelopt", format="modelopt", wishes=Wishes(only=(f"*{name}",)))
+        for part in ("weight", "weight_scale", "weight_scale_2"):
+            read: list[Bytes] = []
+            change(tmp_path / name, f"{name}.{part}", partial(kept_in, read), np.uint8)
+            change(stored, f"{name}.{part}", lambda _, read=read: read[0], np.uint8)
+    if fault:
+        change(stored, f"{fault}.weight", lambda x: x ^ (np.arange(x.size).reshape(x.shape) == 5), np.uint8)
+    report = verify(stored, sound / "s")
+    differing = {layer.name.rpartition(".")[2]: layer.differing for layer in report.layers}
+    assert {name: n for name, n in differing.items() if n} == ({fault: 1} if fault else {})
+    assert any("weight_scale_2 differs" in issue.text and issue.severity == "error" for issue in report.issues)
