@@ -326,6 +326,9 @@ def _unlike_fields(a: Quantized, b: Quantized) -> Iterator[str]:
         one, other = getattr(a, name), getattr(b, name)
         if one != other and (name != "recipe" or one.id == other.id):
             yield f"{name}: {one!r} and {other!r}" if name == "recipe" else f"{name}: {one} and {other}"
+    known = ["unknown" if q.tensor_amax is None else "known" for q in (a, b)]
+    if known[0] != known[1] and (a.tensor_scale is None) == (b.tensor_scale is None):
+        yield f"tensor_amax: {' and '.join(known)}"
 
 
 def _precision(name: str, a: Any) -> np.dtype:

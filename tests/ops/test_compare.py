@@ -39,6 +39,7 @@ def test_equal_bits_whose_fields_differ_name_the_field() -> None:
         "dtype": replace(q, dtype=np.dtype(np.float32)),
         "scale_layout": fp4kit.swizzle(q, "swizzled_128x4"),
         "recipe": replace(q, recipe=replace(q.recipe, rounding="rz")),
+        "tensor_amax": fp4kit.quantize(X, "nvfp4-te", block_scale=q.block_scale, tensor_scale=q.tensor_scale),
     }
     for name, other in others.items():
         found = fp4kit.compare(q, other)
