@@ -455,10 +455,12 @@ def identify(q: Quantized, x: Any) -> Identification:
     return replace(found, **undone(on_host("identify: q", q), on_host("identify: x", x)))
 
 
+@ieee("identify")
 def _is_decoded(q: Quantized, x: Any, box: Any) -> bool:
     q, x = (q, x) if box is ... else (box_of(q, box), x[box])
-    x = np.asarray(on_host("identify: x", x), np.float32)
-    return bool(x.any()) and are_equal(np.asarray(dequantize(on_host("identify: q", q)), np.float32), x)
+    with np.errstate(all="ignore"):
+        x = np.asarray(on_host("identify: x", x), np.float32)
+        return bool((x != 0).any()) and are_equal(np.asarray(dequantize(on_host("identify: q", q)), np.float32), x)
 
 
 _SAME = 2.0**-7  # relative difference of equal values that were rounded to bfloat16 once or twice

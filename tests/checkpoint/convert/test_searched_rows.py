@@ -176,7 +176,7 @@ def test_the_command(model, tmp_path: Path, run: Run) -> None:
     made = f"0 of 13844 bytes differ from the source encoded with {RECIPE} with scales searched by mse"
     assert code == 0 and made in text
     code, text, _ = run("identify", tmp_path / "d", "--source", source)
-    assert (code, text) == (0, "nvfp4-modelopt-mse (Model-Optimizer) made 5 layers\n")
+    assert code == 0 and text.startswith("nvfp4-modelopt-mse (Model-Optimizer) made 5 layers\n")
     found = json.loads(run("convert", source, tmp_path / "plain", "--json").out)
     assert (found["recipe"], found["scale_search"], found["searched"]) == ("nvfp4-te", None, [])
     for name in ("config.json", "fp4kit_manifest.json"):
