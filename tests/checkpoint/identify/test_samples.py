@@ -372,6 +372,20 @@ def test_parts_of_other_layers_are_named(
     assert verdict.problems == (f"holds the {part} of another layer, {1 + both} of 12 layers",)
 
 
+def test_a_part_that_is_not_whole_is_not_named(made: Callable[[str], Path], tmp_path: Path) -> None:
+    """Block scales are those of another layer in the first rows, but not in the last one."""
+    one, other = "model.layers.0.mlp.down_proj", "model.layers.1.mlp.down_proj"
+    new = {name: np.array(x) for name, x in oracle.arrays(oracle.load(made("nvfp4-te"))).items()}
+    for end in PARTS["block scales"]:
+        if other + end in new:
+            new[one + end] = new[other + end].copy()
+            assert len(new[one + end]) > 32
+            new[one + end][-1].view(np.uint8)[:] ^= 1
+    synthetic.write_model(tmp_path / "q", json.loads((made("nvfp4-te") / "config.json").read_text()), new)
+    (found,) = identify_checkpoint(tmp_path / "q", made("nvfp4-te").parent / "m").exceptions
+    assert found.name == one and "holds the" not in found.explanation.sentence
+
+
 def said(verdict: CheckpointVerdict) -> str:
     return "; ".join([*verdict.problems, verdict.hint or ""])
 
