@@ -35,6 +35,7 @@ from fp4kit.arguments import (
     as_path,
     as_safetensors_path,
     as_word,
+    explains_calls,
     explains_class,
 )
 from fp4kit.arithmetic import ieee
@@ -170,6 +171,7 @@ def _percentile(histogram: npt.NDArray[np.int64], percentile: float, first: int)
     return float(2.0 ** (_LOW + (found + 0.5) / BINS * (_HIGH - _LOW)))
 
 
+@explains_calls
 @ieee("input_scale")
 def input_scale(amax: Any) -> np.float32:
     """Return the input scale that multiplies on decode, as Model-Optimizer stores it: ``amax / (6 * 448)``.
@@ -203,6 +205,7 @@ def input_scale(amax: Any) -> np.float32:
     return np.float32(_checked("input_scale", amax) / np.float32(NVFP4.max))
 
 
+@explains_calls
 @ieee("input_global_scale")
 def input_global_scale(amax: Any) -> np.float32:
     """Return the input scale that divides on decode, as compressed-tensors stores it: ``448 * 6 * (1 / amax)``.

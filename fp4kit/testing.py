@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from fp4kit.arguments import a_type, warn
+from fp4kit.arguments import a_type, explains_calls, warn
 from fp4kit.contract.compare_layer import LayerParity, Parity
 from fp4kit.contract.parity import parity
 
@@ -19,6 +19,7 @@ __all__ = ["assert_same_bits"]
 _ALL = 1 << 62  # more elements than any layer has
 
 
+@explains_calls
 def assert_same_bits(
     train: Any,
     rollout: Any = None,

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from functools import lru_cache
 from typing import Any, Literal, get_args
 
-from fp4kit.arguments import explains_class, suggestion, title_of, with_article
+from fp4kit.arguments import explains_calls, explains_class, suggestion, title_of, with_article
 
 Order = Literal["exact", "float64", "float32-blocks", "dequantized", "mlx-cpu", "ggml-avx2", "ggml-avx2-repacked"]
 ORDERS: tuple[str, ...] = get_args(Order)
@@ -429,6 +429,7 @@ UNITS.update(
 )
 
 
+@explains_calls
 def unit(id: str) -> Unit:
     """Return the Unit with the given id.
 

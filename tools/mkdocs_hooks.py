@@ -25,7 +25,7 @@ WITHOUT_CONTENTS = ("recipes.md", "guides/train-and-serve.md")  # pages whose ta
 FOUND_FIRST = ("install.md", "guides/adapters.md", "guides/convert.md")  # by search, before pages that name the word
 LINK = re.compile(r"\]\((\.\./[^)#\s]+)")
 NAMES = re.compile(r"<!-- names\n(.*?)-->", re.DOTALL)  # directives, hidden from readers of the Markdown
-NAME = re.compile(r"^\| `(fp4kit\.[\w.]+)` \|", re.MULTILINE)  # the first cell of a table of names
+NAME = re.compile(r"^\| `(fp4kit\.[\w.]+)` \| (.*?)(?:<br>`.*)? \|$", re.MULTILINE)  # a row of a table of names
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -42,7 +42,8 @@ def on_files(files: Any, config: Any) -> Any:
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     """Return a page's Markdown, in which relative links that leave docs/ are replaced by links to the repository.
 
-    In pages of the reference, names in tables link to their descriptions, which mkdocstrings writes below.
+    In pages of the reference, names in tables link to their descriptions, which mkdocstrings writes below with the
+    arguments, so the tables lose theirs.
 
     mkdocs calls this hook for every page. Links within docs/ stay as they are.
 
@@ -54,7 +55,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
         page.meta["search"] = {"boost": 2}
     here = (ROOT / "docs" / page.file.src_uri).parent
     if NAMES.search(markdown):
-        markdown = NAME.sub(r"| [`\1`](#\1) |", NAMES.sub(r"\1", markdown))
+        markdown = NAME.sub(r"| [`\1`](#\1) | \2 |", NAMES.sub(r"\1", markdown))
 
     def linked(match: re.Match[str]) -> str:
         target = (here / match[1]).resolve()

@@ -15,7 +15,7 @@ import re
 import subprocess
 import sys
 from collections import Counter, defaultdict
-from dataclasses import replace
+from dataclasses import is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -452,14 +452,14 @@ def with_output(text: str) -> str:
 
 
 def with_names(text: str) -> str:
-    """Return a page's text with a table above each `<!-- names` comment: names, and first sentences of docstrings.
+    """Return a page's text with a table above each `<!-- names` comment: names, first sentences and arguments.
 
     The comment holds mkdocstrings directives, which tools/mkdocs_hooks.py uncovers for the site.
     """
 
     def table(match: re.Match[str]) -> str:
         names = re.findall(r"^::: (\S+)", match[1], re.MULTILINE)
-        rows = [(f"`{name}`", first_sentence(one)) for found in names for name, one in described(found)]
+        rows = [(f"`{name}`", first_sentence(one) + call_of(one)) for found in names for name, one in described(found)]
         return markdown(("name", "what it does"), rows) + "\n\n" + match[1]
 
     return re.sub(r"(?:(?:^\|[^\n]*\n)+\n)?(<!-- names\n.*?-->)", table, text, flags=re.DOTALL | re.MULTILINE)
@@ -473,6 +473,20 @@ def described(name: str) -> list[tuple[str, Any]]:
     members = vars(one).items() if inspect.ismodule(one) else ()
     own = [(key, each) for key, each in members if callable(each) and each.__module__ == name]
     return [(name, one), *((f"{name}.{key}", each) for key, each in own if not re.match(HIDDEN, key))]
+
+
+def call_of(one: Any) -> str:
+    """Return a line break and the arguments, without types, of a function or a class that is no dataclass.
+
+    Return "" for other objects and for functions without arguments.
+    """
+    if is_dataclass(one) or not (inspect.isfunction(one) or "__init__" in getattr(one, "__dict__", ())):
+        return ""
+    own = inspect.signature(one)
+    arguments = [p.replace(annotation=p.empty) for p in own.parameters.values()]
+    text = str(own.replace(parameters=arguments, return_annotation=own.empty))
+    shown = re.sub(r"<class '([\w.]+)'>", r"\1", text)
+    return f"<br>`{one.__name__}{shown}`" if arguments else ""
 
 
 def first_sentence(one: Any) -> str:

@@ -7,9 +7,13 @@ engine_table.py the table of engines.
 
 from typing import Any
 
+from fp4kit.arguments import explains_calls, only_public
 from fp4kit.lazy import FUNCTIONS
 
+__all__ = ["of_module"]
 
+
+@explains_calls
 def of_module(model: Any, *, recipe: Any = None) -> tuple[Any, Any]:
     """Return a live PyTorch model as a side of fp4kit.parity: fp4kit.torch.of_module, which says what it reads.
 
@@ -22,3 +26,6 @@ def of_module(model: Any, *, recipe: Any = None) -> tuple[Any, Any]:
     """
     found: tuple[Any, Any] = FUNCTIONS["parity.live"](model, recipe)
     return found
+
+
+only_public(globals())

@@ -12,7 +12,7 @@ from difflib import get_close_matches
 from functools import cache
 from typing import Any, Literal
 
-from fp4kit.arguments import as_word, explains_class
+from fp4kit.arguments import as_word, explains_calls, explains_class
 from fp4kit.contract.engine_table import CONTAINERS, ENGINES, TORCH
 from fp4kit.contract.schema import Contract, ServedDtype
 from fp4kit.recipes import Recipe, recipe
@@ -160,6 +160,7 @@ def servings() -> tuple[Serving, ...]:
     return tuple(_servings())
 
 
+@explains_calls
 def serving(engine: str, scheme: str, *, route: str | None = None, format: str | None = None) -> Contract:
     """Return what an engine computes in a quantized linear layer, as a Contract.
 

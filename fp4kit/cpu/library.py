@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fp4kit.arguments import as_index, warn
+from fp4kit.arguments import as_index, explains_calls, warn
 from fp4kit.call.parse import Declined
 from fp4kit.cpu.source_digest import digest
 from fp4kit.reference.arith import reciprocal_table
@@ -297,6 +297,7 @@ def is_compiled() -> bool:
     return not specification_only.get() and library().functions is not None
 
 
+@explains_calls
 def set_num_threads(count: int) -> None:
     """Set how many CPU threads one call may use on NumPy arrays, in this process from now on.
 
@@ -362,6 +363,7 @@ def _default_threads() -> int:
     return len(affinity(0)) if affinity else os.cpu_count() or 1
 
 
+@explains_calls
 def threads(count: int) -> AbstractContextManager[None]:
     """Limit the CPU threads of each call on NumPy arrays within a with block.
 

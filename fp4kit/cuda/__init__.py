@@ -416,6 +416,7 @@ def _members(include: str, kernel: str) -> dict[str, tuple[str, str]]:
     return found
 
 
+@explains_calls
 def compile(kernel: Kernel) -> bytes:
     """Return the cubin of a kernel, which NVRTC compiles. Needs no GPU.
 

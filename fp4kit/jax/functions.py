@@ -304,6 +304,7 @@ def quantize(
     return unflatten(arrays, (tuple(shapes), call.x.shape, call.x.dtype, call.axis, r, scale_layout))
 
 
+@explains_calls
 def dequantize(q: Quantized, dtype: Any = None) -> jax.Array:
     """Return the values of a Quantized as a JAX array, as fp4kit.dequantize does, also under jax.jit.
 

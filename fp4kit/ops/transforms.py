@@ -24,6 +24,7 @@ from fp4kit.types import ArrayT, ScaleLayout
 ScalesT = TypeVar("ScalesT")  # a Quantized, or an array of scales
 
 
+@explains_calls
 @returns_in_library
 def pack(codes: Any) -> Any:
     """Pack 4-bit codes, two per byte: element 2j in the low nibble, element 2j + 1 in the high nibble.
@@ -53,6 +54,7 @@ def pack(codes: Any) -> Any:
     return run("pack", "pack", on_device(array), array)
 
 
+@explains_calls
 @returns_in_library
 def unpack(packed: Any) -> Any:
     """Unpack 4-bit codes from two per byte to one per byte: the inverse of pack.
@@ -77,6 +79,7 @@ def unpack(packed: Any) -> Any:
     return run("unpack", "unpack", on_device(array), array)
 
 
+@explains_calls
 def swizzle(q_or_scales: ScalesT, layout: ScaleLayout) -> ScalesT:
     """Convert block scales to another layout, such as the tiled layout that Blackwell's matrix instructions read.
 
@@ -145,6 +148,7 @@ def _change_fully(original: Quantized, op: str, layout: ScaleLayout, key: Any) -
     return result
 
 
+@explains_calls
 def unswizzle(q_or_scales: ScalesT, layout: ScaleLayout | None = None, shape: tuple[int, ...] | None = None) -> ScalesT:
     """Convert block scales back to linear layout: the inverse of swizzle.
 
@@ -209,6 +213,7 @@ def _scales(op: str, scales: Any, ndim: int) -> Any:
     return array
 
 
+@explains_calls
 def transpose(q: Quantized) -> Quantized:
     """Convert a rowwise quantized array with square blocks to the columnwise one, or the reverse, without decoding it.
 
@@ -421,6 +426,7 @@ def rotate(
     return run("rotate", "rotate", on_device(call.x), call)
 
 
+@explains_calls
 def random_signs(size: int, seed: int) -> npt.NDArray[np.int8]:
     """Return the random signs that hadamard applies for a seed. You can store them, or pass them to rotate.
 

@@ -54,6 +54,7 @@ __all__ = [
 only_public(globals())
 
 
+@explains_calls
 def histogram(q: Quantized, *, ax: Any = None) -> Any:
     """Draw how often a quantized array uses each value of its element format.
 
@@ -104,6 +105,7 @@ def _shares(q: Quantized) -> tuple[np.ndarray, np.ndarray]:
     return values, np.bincount(inverse, counts, len(values)) / max(codes.size, 1)
 
 
+@explains_calls
 def layers(ratios: Mapping[str, float] | Mapping[str, Mapping[str, float]], *, ax: Any = None) -> Any:
     """Draw the SQNR of layers: as bars with the worst layer on top, or as marks for several recipes.
 
@@ -160,6 +162,7 @@ def _mark(i: int) -> dict[str, Any]:
     return {"marker": MARKS[i % len(MARKS)], "color": (BLUE, ORANGE, GREEN, GREY)[i % 4], "markeredgecolor": "black"}
 
 
+@explains_calls
 def dots(values: Mapping[str, float], *, reference: Mapping[str, float] | None = None, ax: Any = None) -> Any:
     """Draw named numbers, such as the SQNR of recipes, as one mark per row.
 
@@ -188,6 +191,7 @@ def dots(values: Mapping[str, float], *, reference: Mapping[str, float] | None =
     return ax
 
 
+@explains_calls
 def elements(x: Any, result: Any = None, *, ax: Any = None) -> Any:
     """Draw the elements of a block as bars, and what they were rounded to as marks.
 
@@ -231,6 +235,7 @@ def _recipes(op: str, given: Any) -> list[Recipe]:
 _SHADES = ("#ffffff", "#bcd9ee", "#e9b44c", "#c9e8d9")  # neighbors differ in gray too
 
 
+@explains_calls
 def memory(
     pack: Callable[[np.ndarray, np.ndarray], Any],
     count: int,
@@ -313,6 +318,7 @@ def _draw_bars(ax: Any, widths: Sequence[float], labels: Sequence[str], hatched:
     without_frame(ax)
 
 
+@explains_calls
 def product(budget: ErrorBudget, *, ax: Any = None) -> Any:
     """Draw the error sources of a quantized matrix product as bars, with the relative error of each source.
 
@@ -341,6 +347,7 @@ def product(budget: ErrorBudget, *, ax: Any = None) -> Any:
     return ax
 
 
+@explains_calls
 def number_line(element: ElementFormat | str, x: Any = None, *, ax: Any = None) -> Any:
     """Draw the values of an element format on a line, with arrows from given numbers to their rounded values.
 
@@ -632,6 +639,7 @@ def _divided(found: list[Explanation]) -> tuple[str, dict[str, list[float]]]:
     return "\n".join(lines), rows
 
 
+@explains_calls
 def compare_recipes(found: RecipeComparison, part: str = "codes", *, ax: Any = None) -> Any:
     """Draw the share of codes, scales or values that differ between recipes, as a matrix.
 
@@ -664,6 +672,7 @@ def compare_recipes(found: RecipeComparison, part: str = "codes", *, ax: Any = N
     return ax
 
 
+@explains_calls
 def matrix(
     values: Any, texts: Any = None, *, rows: Sequence[str] = (), columns: Sequence[str] = (), ax: Any = None
 ) -> Any:

@@ -417,7 +417,9 @@ def unusable(label: str, error: SafetensorError, path: Path | None = None) -> Ch
     message = shown(str(error)).removeprefix("Error while deserializing header: ")
     matching = (words for part, words in _PLAIN_WORDS.items() if part in message)
     why = next(matching, "the safetensors library rejects it")
-    return CheckpointError(f"{label}: not a usable safetensors file: {why} ({message}); download or copy it again")
+    is_other = path is not None and path.suffix != ".safetensors" and why.endswith("not a safetensors file")
+    advice = "" if is_other else "; download or copy it again"
+    return CheckpointError(f"{label}: not a usable safetensors file: {why} ({message}){advice}")
 
 
 def read_header(path: Path, name: str | None = None) -> SafetensorsFile:

@@ -38,7 +38,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fp4kit.arguments import a_type, as_path, as_safetensors_path
+from fp4kit.arguments import a_type, as_path, as_safetensors_path, explains_calls
 from fp4kit.arrays.imports import import_arrays, to_host
 from fp4kit.formats import FLOATS
 from fp4kit.quantized.container import PARTS, Quantized
@@ -69,6 +69,7 @@ _DTYPES = {dtype.name: dtype for dtype in FLOATS}
 _FIELDS = ("recipe", "shape", "dtype", "axis", "scale_layout", "parts")
 
 
+@explains_calls
 def save(path: str | os.PathLike[str], arrays: Mapping[str, Quantized]) -> None:
     """Write quantized arrays to a safetensors file, from which load returns bit-identical arrays.
 
@@ -161,6 +162,7 @@ def _facts(q: Quantized) -> dict[str, Any]:
     return dict(zip(_FIELDS, values, strict=True))
 
 
+@explains_calls
 def load(path: str | os.PathLike[str]) -> dict[str, Quantized]:
     """Read the quantized arrays of a file that fp4kit.save wrote.
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.utils import parametrize
 
-from fp4kit.arguments import a_type, is_one_of
+from fp4kit.arguments import a_type, explains_calls, is_one_of
 from fp4kit.arrays.imports import is_distributed
 from fp4kit.checkpoint.convert.job import Survival
 from fp4kit.checkpoint.convert.rows import keeps, merged, survival_of_merge
@@ -355,6 +355,7 @@ class MergedAdapter(NamedTuple):
     survival: dict[str, Survival]
 
 
+@explains_calls
 def merge_adapter(
     weights: Mapping[str, Quantized],
     adapter: Any,

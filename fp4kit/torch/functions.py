@@ -302,6 +302,7 @@ def quantize(
     return unflatten(arrays, (names, tuple(x.shape), NUMPY[x.dtype], axis % x.ndim, r, scale_layout))
 
 
+@explains_calls
 def dequantize(q: Quantized, dtype: torch.dtype | None = None) -> Tensor:
     """Return the values of a Quantized as a tensor, as fp4kit.dequantize does.
 

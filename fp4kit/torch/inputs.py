@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.overrides import TorchFunctionMode
 
-from fp4kit.arguments import a_type, as_float32
+from fp4kit.arguments import a_type, as_float32, explains_calls
 from fp4kit.arrays.imports import is_distributed
 from fp4kit.calibration import Collector
 from fp4kit.call.inputs import by_input_global_scale
@@ -38,6 +38,7 @@ _PRODUCTS = {
 }
 
 
+@explains_calls
 @contextmanager
 def collect(model: torch.nn.Module, *, histogram: bool = True) -> Iterator[Collector]:
     """Collect the inputs of every linear layer of a model that runs in the with block. Yield the Collector.

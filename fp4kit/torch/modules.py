@@ -425,6 +425,7 @@ def _check_not_fsdp(model: torch.nn.Module) -> None:
         )
 
 
+@explains_calls
 def remove_fake_quantization(model: torch.nn.Module, *, keep: Kept = "original") -> list[str]:
     """Undo fake_quantize_model, so that parameters and inputs of layers are no longer fake-quantized.
 

@@ -181,6 +181,20 @@ def test_every_public_name_is_in_the_reference(module: ModuleType) -> None:
     assert {f"{module.__name__}.{name}" for name in module.__all__} <= DOCUMENTED
 
 
+@pytest.mark.parametrize("name", sorted(DOCUMENTED))
+def test_calls_without_arguments_say_what_is_needed(name: str) -> None:
+    """Each public function names the missing argument and what it needs, in words other than Python's own."""
+    parent, _, attribute = name.rpartition(".")
+    if (framework := parent.rpartition(".")[2]) in ("torch", "jax"):
+        pytest.importorskip(framework)
+    function = getattr(importlib.import_module(parent), attribute, None)
+    if inspect.isfunction(function):
+        needed = inspect.signature(function).parameters.values()
+        if any(p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD for p in needed):
+            with pytest.raises(TypeError, match=rf"^{attribute}: \w+ is missing; needs "):
+                function()
+
+
 @pytest.mark.parametrize("name", ["torch", "jax"])
 def test_the_reference_of_a_framework_has_its_public_names(name: str) -> None:
     """These modules are read, not imported, because their frameworks are optional."""

@@ -23,7 +23,7 @@ from fp4kit.formats import E2M1, E3M0, ElementFormat
 from fp4kit.layouts import SCALE_LAYOUTS
 from fp4kit.recipes import RECIPES, Recipe
 from fp4kit.recipes.table import as_data, from_data
-from fp4kit.storage.files import nbytes_of, read_header
+from fp4kit.storage.files import CheckpointError, nbytes_of, read_header
 from fp4kit.storage.quantized_file import _CHUNK, ENTRY, SUMS
 
 F32 = np.float32
@@ -113,6 +113,15 @@ def test_names(names, tmp_path):
 def test_no_arrays_at_all(tmp_path):
     fp4kit.save(tmp_path / "a", {})
     assert fp4kit.load(tmp_path / "a") == {}
+
+
+@pytest.mark.parametrize("name", ["README.md", "w.safetensors"])
+def test_a_file_of_another_kind_is_not_downloaded_again(tmp_path, name):
+    path = tmp_path / name
+    path.write_text("# A title and some text")
+    with pytest.raises(CheckpointError, match="not a usable safetensors file") as caught:
+        fp4kit.load(path)
+    assert ("download or copy it again" in str(caught.value)) == (name == "w.safetensors")
 
 
 def test_loaded_arrays_are_writable(tmp_path):
