@@ -63,7 +63,7 @@ def findings_of_files(
     found = [*refused_items(turned.items), *findings_of(model, scalars, turned.rotations)]
     others = model_files.other_weights(model.root, [file.name for file in model.files], model.config)
     found += [Issue("warning", name, text) for name, text in others]
-    found += unusable_tensor_scales(model.layers.values())
+    found += unusable_scales(model.layers.values())
     found += [Issue(*trouble) for trouble in cache_troubles(model.tensors)]
     return found, model, turned, scalars
 
@@ -253,9 +253,9 @@ def unusable_input_scales(model: Checkpoint, layers: Collection[Weight]) -> tupl
     if not suffixes:
         return ()
     subjects = {weight.name for weight in layers}
-    issues = (one for one in loader_issues(model, scalars_of(layers)) if one.severity == "error")
-    own = (one for one in issues if one.subject in subjects and one.text.partition(" ")[0] in suffixes)
-    return tuple(text for _, text in lines_of(own))
+    issues = (*loader_issues(model, scalars_of(layers)), *unusable_scales(layers))
+    found = (one for one in issues if one.severity == "error" and one.subject in subjects)
+    return tuple(text for _, text in lines_of(one for one in found if one.text.partition(" ")[0] in suffixes))
 
 
 def unlike_activations(
@@ -366,23 +366,24 @@ _QUANTIZED_HEAD = (
 )
 
 
-def unusable_tensor_scales(weights: Iterable[Weight]) -> Iterator[Issue]:
-    """Yield an issue for each layer or stack with a tensor scale that is zero, negative, NaN or infinite."""
-    # The issue is a warning if all such scales of the layer are zero, otherwise an error.
+def unusable_scales(weights: Iterable[Weight]) -> Iterator[Issue]:
+    """Yield an issue for each tensor or input scale of a layer or stack that is zero, negative, NaN or infinite."""
+    # Zero is an error for inputs. It is a warning for a tensor scale, because the scale of a zero layer is zero.
+    others = (one for one in weights if one.form.format not in _CHECKED_FORMATS or len(one.shape) > 2)
+    places = ((weight, part) for weight in others for part in (table.TENSOR_SCALE, table.INPUT_SCALE))
     with Readers() as readers:
-        for weight in weights:
-            place = weight.parts.get(table.TENSOR_SCALE)
-            if place is None or weight.form.format in _CHECKED_FORMATS:
+        for weight, part in places:
+            if (place := weight.parts.get(part)) is None:
                 continue
             values = np.asarray(readers.array(place).reshape(-1), np.float32)
             wrong = values[~((values > 0) & np.isfinite(values))]
             if wrong.size:
-                severity = "warning" if (wrong == 0).all() else "error"
-                name = place.entry.name.removeprefix(f"{weight.name}.")
+                severity = "warning" if (wrong == 0).all() and part == table.TENSOR_SCALE else "error"
+                name = place.entry.name.removeprefix(weight.name).lstrip("._")
                 yield Issue(severity, weight.name, f"{name} is {wrong[0]}; a positive finite number is needed")
 
 
-# The formats whose tensor scales loader_issues checks.
+# The formats whose tensor and input scales loader_issues checks, except those of stacks.
 _CHECKED_FORMATS = ("modelopt", "compressed-tensors", "deepseek-v4")
 
 

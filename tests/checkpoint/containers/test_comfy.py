@@ -367,7 +367,7 @@ def test_scales_that_are_missing_are_no_casts(tmp_path: Path) -> None:
 
 
 def test_input_scales_of_some_layers(tmp_path: Path) -> None:
-    """verify names layers without an input scale, and input scales beside unquantized layers, which are left out."""
+    """verify names layers without an input scale or with a zero one, and input scales of layers that have no codes."""
     tensors = {**OTHERS, "model.diffusion_model.img_in.input_scale": np.ones((), np.float32)}
     for seed, name in enumerate(("a.img_mlp", "a.txt_mlp")):
         parts = numpy.nvfp4(numpy.gaussian(seed, 128, 64), high_first=True)
@@ -381,6 +381,10 @@ def test_input_scales_of_some_layers(tmp_path: Path) -> None:
     stray = "img_in.input_scale (F32 []): a scale of inputs beside a layer that is not quantized; it is left out"
     assert any(stray in line for line in issues)
     assert "model.diffusion_model.img_in.input_scale" not in values(path)
+    synthetic.write_file(path, tensors | {"a.img_mlp.input_scale": np.zeros((), np.float32)})
+    zero = "a.img_mlp: input_scale is 0.0; a positive finite number is needed"
+    assert zero in [f"{issue.subject}: {issue.text}" for issue in verify(path).issues]
+    synthetic.write_file(path, tensors)
     with refused("has no input scale, but 1 of"):
         make_plan(path, "nvfp4-te", format="comfy", wishes=Wishes(keep=("*img_in",)))
 

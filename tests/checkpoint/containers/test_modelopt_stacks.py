@@ -28,7 +28,7 @@ SHAPES = {"gate_up_proj": (128, 64), "down_proj": (64, 96)}
 Quantized = dict[str, list[fp4kit.Quantized]]
 
 
-def made(root: Path, experts: int = 3, each: bool = False, inputs: bool = True) -> Quantized:
+def made(root: Path, experts: int = 3, each: bool = False, inputs: bool = True, last: float = 0.25) -> Quantized:
     """Write a model with quantized stacks to root / "q", and its unquantized source to root / "x".
 
     The unquantized stacks are [E, K, N]. Return {name of a stack: one Quantized per expert}.
@@ -36,6 +36,7 @@ def made(root: Path, experts: int = 3, each: bool = False, inputs: bool = True) 
     experts: E, the number of experts
     each: True for one tensor scale per expert, False for one per stack
     inputs: whether to store input scales, too
+    last: the input scale of the last expert; 0.25 is that of the others
     """
     config = {"model_type": "llama4_text", "num_hidden_layers": 1, "num_local_experts": experts}
     plain, stored, found = {}, {}, {}
@@ -52,6 +53,7 @@ def made(root: Path, experts: int = 3, each: bool = False, inputs: bool = True) 
         stored[f"{name}_weight_scale_2"] = scale
         if inputs:
             stored[f"{name}_input_scale"] = np.full(scale.shape, 0.25, np.float32)
+            stored[f"{name}_input_scale"][-1 if each else ()] = last
         found[leaf] = q
     declared = {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}
     synthetic.write_model(root / "x", config, plain)
@@ -183,3 +185,36 @@ def test_shapes_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         synthetic.write_file(file, kept | {name: np.ascontiguousarray(change(kept[name]))})
         with synthetic.refused("in a format that fp4kit does not read in models"):
             convert(folder / "q", folder / "out", RECIPE, format="modelopt")
+
+
+@pytest.mark.parametrize("each", [False, True])
+@pytest.mark.parametrize("value", [0.0, -1.0, np.nan, np.inf])
+def test_unusable_input_scales_of_stacks_are_named(tmp_path: Path, value: float, each: bool) -> None:
+    """verify and identify name the stacks if only the last expert's input scale is wrong, too."""
+    made(tmp_path, each=each, last=value)
+    text = f"input_scale is {value}; a positive finite number is needed"
+    found = [one.subject for one in verify(tmp_path / "q", tmp_path / "x").issues if one.text == text]
+    assert sorted(found) == [f"{EXPERTS}.{leaf}" for leaf in sorted(SHAPES)]
+    (problem,) = identify_checkpoint(tmp_path / "q", tmp_path / "x").problems
+    assert problem.endswith(text)
+
+
+@pytest.mark.parametrize("part", ["weight_scale_2", "input_scale"])
+@pytest.mark.parametrize("value", [0.0, -1.0, np.nan, np.inf])
+def test_unusable_scales_of_stacks_of_weights_are_named(tmp_path: Path, part: str, value: float) -> None:
+    """Stacks may also be stored as [E, N, K/2] with the names of single layers. A zero tensor scale is a warning."""
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    q = [fp4kit.quantize(x, RECIPE) for x in synthetic.random(name, (3, 64, 64))]
+    stored = {
+        f"{name}.weight": np.stack([one.packed for one in q]),
+        f"{name}.weight_scale": np.stack([one.block_scale for one in q]).view(ml_dtypes.float8_e4m3fn),
+        f"{name}.weight_scale_2": np.array([one.tensor_scale for one in q], np.float32),
+        f"{name}.input_scale": np.full(3, 0.25, np.float32),
+    }
+    stored[f"{name}.{part}"][1] = value
+    declared = {"quantization_config": {"quant_method": "modelopt", "quant_algo": "NVFP4"}}
+    synthetic.write_model(tmp_path / "q", {"model_type": "qwen3_moe", "num_hidden_layers": 1, **declared}, stored)
+    text = f"{part} is {value}; a positive finite number is needed"
+    (issue,) = (one for one in verify(tmp_path / "q").issues if one.text == text)
+    assert issue.subject == name
+    assert issue.severity == ("warning" if (part, value) == ("weight_scale_2", 0.0) else "error")
