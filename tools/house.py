@@ -25,19 +25,19 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 # Count -> (limit; goal). A limit goes down, and up only by what a new capability needs.
 LIMITS: dict[str, tuple[float, float]] = {
-    "code lines of the package": (72150, 52000),
-    "Python modules": (205, 200),
+    "code lines of the package": (72350, 52000),
+    "Python modules": (206, 200),
     "Python modules in one folder": (15, 15),
-    "import lines": (3910, 3300),
+    "import lines": (3925, 3300),
     "texts per code line": (0.36, 0.38),
-    "docstring lines of private functions": (1930, 2500),
-    "code lines of tests": (62650, 42000),
+    "docstring lines of private functions": (1940, 2500),
+    "code lines of tests": (62850, 42000),
     "files entered by the first quantize": (10, 10),
     "files entered by the first dequantize": (12, 11),
     "files entered by the first matmul": (11, 9),
     "files entered by quantize, specification": (12, 12),
     "files entered by a conversion": (41, 40),
-    "files entered by a verification": (40, 40),
+    "files entered by a verification": (41, 40),
 }
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 _LAYOUT = (tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER, tokenize.COMMENT)

@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
 
+import ml_dtypes
 import numpy as np
 import pytest
 from package_modules import MODULES
@@ -51,6 +52,23 @@ def test_each_example_has_its_own_output() -> None:
     ):
         with pytest.raises(ValueError, match="examples and outputs do not alternate"):
             tool_module("readme").with_output(wrong)
+
+
+def test_shares_of_other_codes_are_those_of_the_index() -> None:
+    """Codes that differ from Transformer Engine's: 20% for llama.cpp, 28 to 40% for 4over6 that chooses by errors."""
+    w = (np.random.default_rng(0).standard_normal((1024, 1024)) * 0.02).astype(ml_dtypes.bfloat16)
+    te = fp4kit.quantize(w, "nvfp4-te")
+
+    def share(id: str) -> float:
+        differing, total = fp4kit.compare(te, fp4kit.quantize(w, id)).codes
+        return round(100 * differing / total)
+
+    rules = [
+        id for id in ALL_RECIPES if re.search(r"nvfp4-te-4over6|flashinfer-4over6|fouroversix(-triton)?(-mae)?$", id)
+    ]
+    assert {share(id) for id in rules if not id.endswith("-2d")} >= {28, 40}
+    assert all(28 <= share(id) <= 40 for id in rules if not id.endswith("-2d")) and len(rules) > 10
+    assert share("nvfp4-gguf") == 20
 
 
 def test_counts_of_sums_of_gpus_add_up() -> None:

@@ -8,6 +8,7 @@ Sources, in llama.cpp 0c1e57098: conversion/base.py, llama.py and qwen.py (keys 
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import re
@@ -445,9 +446,8 @@ def _file_without_tensors(
     for name in (*_TEXTS, "generation_config.json"):
         if os.path.lexists(root / name):
             existing_file(root, name)  # no link leads out of the directory
-    with TemporaryDirectory(prefix="fp4kit-") as folder:
-        path = Path(folder) / "header.gguf"
-        writer = gguf.GGUFWriter(path, places.architecture)
+
+    def add(writer: Any) -> None:
         writer.add_type(gguf.GGUFType.MODEL)
         try:
             about = gguf.Metadata.load(None, root, None, sum(sizes.values()))
@@ -464,10 +464,37 @@ def _file_without_tensors(
         writer.add_file_type(gguf.LlamaFileType[file_type])
         writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
         _add_tokenizer(gguf, writer, root, config["vocab_size"])
+
+    return _written(gguf, places.architecture, root.name, add)
+
+
+def _written(gguf: Any, architecture: str, name: str, add: Callable[[Any], None]) -> GgufFile:
+    """Return a GGUF file without tensors, to whose writer `add` has added keys."""
+    with TemporaryDirectory(prefix="fp4kit-") as folder:
+        path = Path(folder) / "header.gguf"
+        writer = gguf.GGUFWriter(path, architecture)
+        add(writer)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.close()
-        return replace(read_gguf(path, root.name), head=path.read_bytes())
+        return replace(read_gguf(path, name), head=path.read_bytes())
+
+
+def header_keys(source: Source) -> tuple[dict[str, str], str]:
+    """Return the keys of the GGUF file that a directory becomes, and why some are unknown ("" if none is)."""
+    architecture, gguf = architecture_of(source), package(_OP)
+    if trouble := next(_settings(source.config), None):
+        return {}, f"{CONFIG}: {shown(trouble[0])} {trouble[1]}"
+    size, found, why = source.config["vocab_size"], dict[str, str](), ""
+    logger = logging.getLogger("gguf.vocab")  # what it says of the tokenizer was said by convert
+    logger.disabled, was = True, logger.disabled
+    for add in (lambda w: _add_sizes(gguf, w, source.config), lambda w: _add_tokenizer(gguf, w, source.root, size)):
+        try:
+            found |= _written(gguf, architecture, source.root.name, add).metadata
+        except CheckpointError as error:
+            why = str(error).removeprefix(f"{_OP}: ").partition("; ")[0]
+    logger.disabled = was
+    return found, why
 
 
 def _add_sizes(gguf: Any, writer: Any, config: Mapping[str, Any]) -> None:

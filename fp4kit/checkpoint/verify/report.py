@@ -89,6 +89,7 @@ def unchecked(report: VerifyReport) -> list[str]:
     if report.source is not None:
         if alone := sum(not layer.compared for layer in report.layers):
             found.append(f"the bytes of {counted(alone, 'layer')}, which were not encoded again")
+    found += filter(None, [report.uncompared])
     if report.unmeasured:
         found.append(f"the input scales of {counted(report.unmeasured, 'layer')}, which need --activations FILE")
     return found

@@ -5,7 +5,6 @@ by byte. SQNR is the signal-to-noise ratio of the quantized values in decibels.
 
 from __future__ import annotations
 
-import re
 from collections import Counter, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -16,8 +15,6 @@ from typing import Any
 
 from fp4kit.arguments import as_index, checks_kinds, in_python
 from fp4kit.checkpoint import findings
-from fp4kit.checkpoint.containers.config_entries import brief
-from fp4kit.checkpoint.containers.configs import differences_of
 from fp4kit.checkpoint.containers.engines import Issue
 from fp4kit.checkpoint.containers.table import CODES, INPUT_SCALE, SCALES, TENSOR_SCALE, VALUES, container
 from fp4kit.checkpoint.convert.job import DEQUANTIZE, RENAME
@@ -28,12 +25,10 @@ from fp4kit.checkpoint.model.closed_world import ATTENTION, LEFT_OUT, REFUSED, c
 from fp4kit.checkpoint.model.doubts import CERTAIN, OTHER_ORDER, SWAPPED_NIBBLES, swapped_layers
 from fp4kit.checkpoint.model.inspect import Checkpoint
 from fp4kit.checkpoint.model.model_files import (
-    CONFIG,
     MANIFEST,
     FileDifference,
     Source,
     differences,
-    is_gguf_config,
     load_manifest,
     open_original,
 )
@@ -49,6 +44,7 @@ from fp4kit.checkpoint.plan.source_layers import expert_stacks, is_split, split_
 from fp4kit.checkpoint.reconcile import repaired_parts
 from fp4kit.checkpoint.selection.names import PATTERNS, RECIPE, first_match
 from fp4kit.checkpoint.verify import reencode
+from fp4kit.checkpoint.verify.beside_weights import unlike_source
 from fp4kit.checkpoint.verify.reencode import Check, Difference, ReencodedLayer, Settings, Smoothing
 from fp4kit.cpu.library import num_threads
 from fp4kit.lazy import lazy_property
@@ -138,6 +134,7 @@ class VerifyReport:
     parallel: the sizes of tensor parallelism that the checkpoint allows; None for one that vLLM and SGLang do not load.
     unmeasured: the number of layers whose input scales were compared neither with activations nor with the source.
     unread: the names of the layers that are not in ``layers``, because fp4kit refuses to read their tensors.
+    uncompared: what beside the weights could not be compared with the source, in words, or "".
     """
 
     path: Path
@@ -153,6 +150,7 @@ class VerifyReport:
     parallel: Sharding | None = None
     unmeasured: int = 0
     unread: tuple[str, ...] = ()
+    uncompared: str = ""
 
     def __bool__(self) -> bool:
         """Return ``clean``: True if no issue is an error."""
@@ -237,6 +235,7 @@ class Verification:
     reference: the amax of unquantized matrices, if the checkpoint is verified alone; None if there are none.
     input_scales: the layers whose input scales no activations were given for.
     unread: the layers whose tensors fp4kit refuses to read.
+    uncompared: what beside the weights could not be compared with the source, in words, or "".
     """
 
     root: Path
@@ -249,6 +248,7 @@ class Verification:
     reference: float | None = None
     input_scales: frozenset[str] = frozenset()
     unread: tuple[str, ...] = ()
+    uncompared: str = ""
 
     @property
     def nbytes(self) -> int:
@@ -349,8 +349,11 @@ def prepare(
         )
         return Verification(model.root, None, settings, checks, (), tuple(issues), parallel, reference, inputs, unread)
     original = open_original(Path(source), Path(destination))
+    plain = original
     if is_gguf(model.root) != is_gguf(original.root):
         original = as_gguf(original, model.root, settings.adapter)
+    more, uncompared = unlike_source(model, plain)
+    issues += more
     facts, now = manifest.get("source"), source_facts(original)
     if "reconciled" in manifest:
         settings = replace(settings, repairs=repaired_parts(model, manifest))
@@ -358,47 +361,16 @@ def prepare(
     if isinstance(facts, dict) and now != manifest.get("repaired"):
         changed = sorted(name for name in {*facts, *now} if facts.get(name) != now.get(name))
         issues += [Issue("warning", name, _OTHER_SOURCE) for name in changed]
-    issues += _unlike_source(model.config or {}, original.config)
-    checks, copies, more = _compared_with_source(model, original, settings, turned.rotations)
+    checks, copies, others = _compared_with_source(model, original, settings, turned.rotations)
     _check_patterns(checks, [pattern for pattern, _ in given])
     forms = dict.fromkeys(check.stored.container for check in checks if check.stored.container is not None)
     if recipe is not None and forms and not any(form.stores(find_recipe(recipe)) for form in forms):
         wrong = f"{listed([str(form) for form in forms])} cannot store {find_recipe(recipe).id}"
         raise CheckpointError(f"--recipe: {wrong}, so no byte could be compared; give the right recipe, or none")
-    found = (*issues, *more)
-    return Verification(model.root, original.root, settings, checks, copies, found, parallel, None, inputs, unread)
-
-
-# Keys of config.json that tools write anew, or that change no result of the model.
-_OWN_KEYS = re.compile(
-    r"(.*\.)?(quantization(_config)?|compression_config|expert_dtype|transformers(_|\.js_)\w+|(torch_)?dtype|auto_map"
-    r"|_\w+|architectures|use_cache|return_dict|output_\w+|initializer_\w+|\w*dropout\w*|pretraining_tp|\w+_loss\w*)(\..*)?"
-)
-
-
-def _unlike_source(config: Mapping[str, Any], source: Mapping[str, Any]) -> Iterator[Issue]:
-    """Yield what config.json says otherwise than the source's: an error per value, a warning about other keys."""
-    if is_gguf_config(config) or is_gguf_config(source) or not config or not source:
-        return
-    lacks, adds = list[str](), list[str]()
-    for one in differences_of(CONFIG, "", source, config):
-        leaf = one.key.rpartition(".")[2]
-        if _OWN_KEYS.fullmatch(one.key) or one.a == one.b or (not one.a and not one.b):
-            continue
-        if one.kind == "value":
-            severity = "warning" if leaf.endswith("token_id") else "error"
-            yield Issue(severity, CONFIG, f"{one.key} is {brief(one.b)}; the source has {brief(one.a)}")
-        elif not _names(config if one.kind == "missing" else source, leaf):  # newer versions nest keys
-            (lacks if one.kind == "missing" else adds).append(one.key)
-    if lacks:
-        yield Issue("warning", CONFIG, f"lacks {listed(lacks)}, which the source has; engines use their defaults")
-    if adds:
-        yield Issue("warning", CONFIG, f"has {listed(adds)}, which the source lacks")
-
-
-def _names(config: Mapping[str, Any], key: str) -> bool:
-    """Return whether a config or one of its sections has a key."""
-    return key in config or any(_names(part, key) for part in config.values() if isinstance(part, dict))
+    found = (*issues, *others)
+    return Verification(
+        model.root, original.root, settings, checks, copies, found, parallel, None, inputs, unread, uncompared
+    )
 
 
 _OTHER_SOURCE = "is not the source file that was converted: its size or header differs"
@@ -683,6 +655,7 @@ def execute(prepared: Verification, options: Options | None = None) -> VerifyRep
         prepared.parallel,
         len(prepared.input_scales - {one.check.stored.name for one in found if one.compared.get(INPUT_SCALE)}),
         prepared.unread,
+        prepared.uncompared,
     )
 
 
