@@ -107,7 +107,8 @@ def picture(width: int, heading: str, caption: str, title: str, height: float, p
 
 def two_producers(width: int) -> str:
     """Return the SVG picture of one block of sixteen weights, quantized by two NVFP4 producers."""
-    x = (np.random.default_rng(0).standard_normal((4096, 16)) * 0.02).astype(ml_dtypes.bfloat16)
+    weights = (np.random.default_rng(7).standard_normal((128, 512)) * 0.02).astype(ml_dtypes.bfloat16)
+    x = weights.reshape(-1, 16)  # the matrix of README's example
     pair = [("Transformer Engine", "nvfp4-te"), ("compressed-tensors", "nvfp4-compressed-tensors")]
     found = [fp4kit.quantize(x, recipe) for _, recipe in pair]
     values = [fp4kit.formats.E2M1.decode(fp4kit.unpack(q.packed)) for q in found]
@@ -141,8 +142,8 @@ def two_producers(width: int) -> str:
     codes, equal = int(differs[row].sum()), float((~differs.any(axis=1)).mean())
     caption = (
         f"Each cell is the value of a 4-bit code of E2M1; a weight is value × scale. {codes} of 16 codes and the scale"
-        " byte differ (marked), because compressed-tensors rounds its tensor scale to bfloat16. This block of"
-        f" {len(x):,} random ones differs most: in {equal:.0%} of them, all codes are equal."
+        " byte differ (marked), because compressed-tensors rounds its tensor scale to bfloat16. Of the"
+        f" {len(x):,} blocks of the example above, this one differs most: in {equal:.0%}, all codes are equal."
     )
     title = (
         f"The block of sixteen weights that differs most between two producers of NVFP4: {codes} of 16 codes and the"

@@ -52,7 +52,7 @@ def matmul(
     a: Any,
     b: Any,
     *,
-    unit: str | Unit = "sm100",
+    unit: str | Unit | None = None,
     out_dtype: Any = None,
     alpha: float | tuple[Any, Any] | None = None,
     c: Any = None,
@@ -73,7 +73,8 @@ def matmul(
             dtype of ml_dtypes; or a Sparse. Axes before the last two are a stack of matrices. For the engines "mlx-cpu"
             and "ggml-...", A is an unquantized array.
         b: the operand B, as a, with N in place of M. It is one matrix, or a stack like that of a.
-        unit: a Unit or its id. "sm100" (Blackwell), "sm90" (Hopper), "sm89" (Ada), "sm80" (Ampere), "sm75" (Turing),
+        unit: a Unit or its id. None means "sm100", and is refused for float32 arrays, because units cut them to TF32.
+            "sm100" (Blackwell), "sm90" (Hopper), "sm89" (Ada), "sm80" (Ampere), "sm75" (Turing),
             "sm70" (Volta) and "cdna3" (MI300) add as that hardware does, and "sm90-mma" and "sm100-mma" as its older
             instruction mma.sync does for FP8. "sm90-mma-f16" and other units "...-f16" keep sums in float16. Some units
             add in a stated order instead:
@@ -172,13 +173,24 @@ def prepared(op: str, name: str, x: Any, u: Unit) -> Any:
 
 
 @returns_in_library
-def _matmul(a: Any, b: Any, unit: str | Unit, out_dtype: Any, alpha: Any, c: Any) -> Any:
+def _matmul(a: Any, b: Any, unit: str | Unit | None, out_dtype: Any, alpha: Any, c: Any) -> Any:
     """Check the arguments of matmul, and return the product in the library of a."""
-    u = unit_of("matmul", unit)
+    u = _default_unit("matmul", unit, a=a, b=b)
     decoded = 2 * sum(prod(x.shape) for x in (a, b) if isinstance(x, Quantized))  # bytes
     if u.order == "dequantized" and decoded > MAX_DECODED_BYTES:
         return _by_panels(a, b, u, out_dtype, alpha, c)
     return _product(a, b, u, out_dtype, alpha, c)
+
+
+def _default_unit(op: str, unit: str | Unit | None, **operands: Any) -> Unit:
+    """Return the argument `unit` as a Unit. None stands for "sm100", and raises ValueError for a float32 array."""
+    for name, x in operands.items() if unit is None else ():
+        if not isinstance(x, Quantized) and str(getattr(x, "dtype", "")).endswith("float32"):
+            raise ValueError(
+                f'{op}: {name} is float32, which most units cut to TF32; name the unit: unit="sm100" for TF32 as on'
+                ' Blackwell, unit="exact" for all bits'
+            )
+    return unit_of(op, "sm100" if unit is None else unit)
 
 
 def _product(a: Any, b: Any, u: Unit, out_dtype: Any, alpha: Any, c: Any) -> Any:
@@ -256,7 +268,7 @@ def matmul_grouped(
     b: Any,
     *,
     m_indptr: Any = None,
-    unit: str | Unit = "sm100",
+    unit: str | Unit | None = None,
     out_dtype: Any = None,
     alpha: float | Sequence[float] | None = None,
     c: Any = None,
@@ -310,28 +322,30 @@ def matmul_grouped(
 
 
 @returns_in_library
-def _matmul_grouped(a: Any, b: Any, m_indptr: Any, unit: str | Unit, out_dtype: Any, alpha: Any, c: Any) -> Any:
+def _matmul_grouped(a: Any, b: Any, m_indptr: Any, unit: str | Unit | None, out_dtype: Any, alpha: Any, c: Any) -> Any:
     """Check the arguments of matmul_grouped, and return the products in the library of a."""
-    u = unit_of(GROUPED, unit)
-    b = _prepared_all("b", b, u)
+    b = _prepared_all("b", b, unit)
+    u = _default_unit(GROUPED, unit)
     if m_indptr is not None:
         if not is_single(a):
             raise TypeError(f"{GROUPED}: a is {a_type(a)}; needs one matrix if m_indptr is given")
-        calls, out = rows_call(_prepared_all("a", a, u), b, m_indptr, u, out_dtype, alpha, c)
+        calls, out = rows_call(_prepared_all("a", a, unit), b, m_indptr, u, out_dtype, alpha, c)
         run(GROUPED, "matmul", calls[0].on_device, calls)
         return out
     if is_single(a):
         raise TypeError(f"{GROUPED}: a is one {type(a).__name__}; needs a sequence of matrices, or m_indptr")
-    calls = list_call(_prepared_all("a", a, u), b, u, out_dtype, alpha, c)
+    calls = list_call(_prepared_all("a", a, unit), b, u, out_dtype, alpha, c)
     found = run(GROUPED, "matmul", calls[0].on_device, calls) if calls else []
     return [d.reshape(d.shape[1:]) for d in found]
 
 
-def _prepared_all(name: str, xs: Any, u: Unit) -> Any:
+def _prepared_all(name: str, xs: Any, unit: str | Unit | None) -> Any:
     """Return one operand, or the operands of a sequence as a list, in the form that the engines accept."""
     if is_single(xs):
-        return prepared(GROUPED, name, xs, u)
-    return [prepared(GROUPED, f"{name}[{i}]", x, u) for i, x in enumerate(as_entries(GROUPED, name, xs))]
+        return prepared(GROUPED, name, xs, _default_unit(GROUPED, unit, **{name: xs}))
+    named = {f"{name}[{i}]": x for i, x in enumerate(as_entries(GROUPED, name, xs))}
+    u = _default_unit(GROUPED, unit, **named)
+    return [prepared(GROUPED, each, x, u) for each, x in named.items()]
 
 
 BUDGET = "error_budget"

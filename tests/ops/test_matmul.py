@@ -35,10 +35,15 @@ NV8 = fp4kit.quantize(np.ones((4, 64), np.float32), replace(fp4kit.recipe("nvfp4
 INT8 = fp4kit.quantize(np.ones((4, 64), np.float32), "int8-modelopt")
 AXIS_0 = fp4kit.quantize(np.ones((32, 2, 2), np.float32), "mxfp4", axis=0)
 BAD = [
-    (lambda: fp4kit.matmul(F32, BF16), ValueError, "a is float32 and b bfloat16; sm100 has no"),
+    (lambda: fp4kit.matmul(F32, BF16), ValueError, 'matmul: a is float32, [^;]*; name the unit: unit="sm100" for'),
+    (lambda: fp4kit.matmul(F32, F32), ValueError, "matmul: a is float32, which most units cut to TF32; name"),
+    (lambda: fp4kit.matmul_grouped(iter([BF16, F32]), [BF16, F32]), ValueError, r"matmul_grouped: b\[1\] is float32, "),
+    (lambda: fp4kit.matmul_grouped(F32, [BF16], m_indptr=[0, 4]), ValueError, "matmul_grouped: a is float32, which"),
+    (lambda: fp4kit.matmul_grouped(iter([F32]), [BF16]), ValueError, r"matmul_grouped: a\[0\] is float32, which"),
+    (lambda: fp4kit.matmul(F32, BF16, unit="sm100"), ValueError, "a is float32 and b bfloat16; sm100 has no"),
     (lambda: fp4kit.matmul(F32, F32, unit="sm75"), TypeError, "a is float32; sm75 needs a Quantized, or [^;]*uint8;"),
     (lambda: fp4kit.matmul(F32, F32, unit="dequantized"), TypeError, "a is float32; dequantized needs a Quantized"),
-    (lambda: fp4kit.matmul(I8, F32), ValueError, "a is int8 and b float32; sm100 has no"),
+    (lambda: fp4kit.matmul(I8, F32, unit="sm100"), ValueError, "a is int8 and b float32; sm100 has no"),
     (lambda: fp4kit.matmul(I8, I8, unit="exact"), ValueError, "a is int8 and b int8; exact has no instruction"),
     (
         lambda: fp4kit.matmul(I8, I8, unit="sm70"),

@@ -30,7 +30,7 @@ from fp4kit.layouts import SCALE_LAYOUTS, padded_shape, shuffle_rows, swizzle_sc
 from fp4kit.recipes import Recipe
 
 ULPS = 2  # accepted difference of float32 scales in ulp, because the reciprocal of a reciprocal may be off by this
-WRONG_SCALE = "tensor scale is wrong"
+WRONG_SCALE = "tensor scale does not fit the source"
 HALVES = (16, 8, 32)  # distance of two elements that share a byte: in GGML's MXFP4, in its NVFP4, and twice the first
 _GGML = {16: "GGML's order of MXFP4", 8: "GGML's order of NVFP4"}
 

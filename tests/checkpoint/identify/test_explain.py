@@ -488,7 +488,7 @@ def test_an_amax_of_a_group() -> None:
         mlx = replace(layer, tensor_scale=amax)
         assert_found(found(mlx, x, amaxes=(amax,)), name, "tensor scale is the amax, as MLX stores it (")
         other = replace(layer, tensor_scale=q.tensor_scale * np.float32(4))
-        assert_found(found(other, x, amaxes=(amax,)), name, "tensor scale is wrong (")
+        assert_found(found(other, x, amaxes=(amax,)), name, "tensor scale does not fit the source (")
 
 
 @pytest.mark.parametrize("rows", [(5, 9), (9, 5)])
@@ -520,7 +520,10 @@ def test_a_reciprocal_of_a_reciprocal_is_no_mishap() -> None:
         assert found(replace(layer, tensor_scale=scale), x).mishap is None
     right = np.asarray(layer.tensor_scale)
     off = (right.view(np.int32) + 3).view(np.float32)
-    assert tensor_mishap(off, right, None) == f"tensor scale is wrong ({off:.9g} is stored, {right:.9g} is needed)"
+    assert (
+        tensor_mishap(off, right, None)
+        == f"tensor scale does not fit the source ({off:.9g} is stored, {right:.9g} is needed)"
+    )
     assert within_ulps(np.float32(np.nan), np.float32(np.nan)) and not within_ulps(np.float32(1), np.float32(np.nan))
 
 
@@ -531,12 +534,16 @@ def test_a_tensor_scale_of_one_row_that_is_wrong() -> None:
     for row in (0, 170):
         wrong = layer.tensor_scale.copy()
         wrong[row] *= 2
-        assert_found(found(replace(layer, tensor_scale=wrong), x), "nvfp4-te-rowscaled", "tensor scale is wrong")
+        assert_found(
+            found(replace(layer, tensor_scale=wrong), x), "nvfp4-te-rowscaled", "tensor scale does not fit the source"
+        )
 
 
 def test_a_tensor_scale_where_the_recipe_has_none() -> None:
     assert tensor_mishap(np.float32(1), None, None) is None and tensor_mishap(None, None, None) is None
-    assert tensor_mishap(np.float32(2), None, None) == "tensor scale is wrong (2 is stored, none is needed)"
+    assert (
+        tensor_mishap(np.float32(2), None, None) == "tensor scale does not fit the source (2 is stored, none is needed)"
+    )
 
 
 def test_stochastic_rounding_and_transforms_are_told() -> None:
