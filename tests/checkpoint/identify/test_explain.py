@@ -21,6 +21,7 @@ from identified import identify_layers
 import fp4kit
 from fp4kit import formats
 from fp4kit.checkpoint.identify.corruptions import (
+    WRONG_SCALE,
     StoredLayer,
     code_orders,
     name_of_rows,
@@ -488,7 +489,7 @@ def test_an_amax_of_a_group() -> None:
         mlx = replace(layer, tensor_scale=amax)
         assert_found(found(mlx, x, amaxes=(amax,)), name, "tensor scale is the amax, as MLX stores it (")
         other = replace(layer, tensor_scale=q.tensor_scale * np.float32(4))
-        assert_found(found(other, x, amaxes=(amax,)), name, "tensor scale does not fit the source (")
+        assert_found(found(other, x, amaxes=(amax,)), name, f"{WRONG_SCALE} (")
 
 
 @pytest.mark.parametrize("rows", [(5, 9), (9, 5)])
@@ -520,10 +521,7 @@ def test_a_reciprocal_of_a_reciprocal_is_no_mishap() -> None:
         assert found(replace(layer, tensor_scale=scale), x).mishap is None
     right = np.asarray(layer.tensor_scale)
     off = (right.view(np.int32) + 3).view(np.float32)
-    assert (
-        tensor_mishap(off, right, None)
-        == f"tensor scale does not fit the source ({off:.9g} is stored, {right:.9g} is needed)"
-    )
+    assert tensor_mishap(off, right, None) == f"{WRONG_SCALE} ({off:.9g} is stored, {right:.9g} is needed)"
     assert within_ulps(np.float32(np.nan), np.float32(np.nan)) and not within_ulps(np.float32(1), np.float32(np.nan))
 
 
@@ -541,9 +539,7 @@ def test_a_tensor_scale_of_one_row_that_is_wrong() -> None:
 
 def test_a_tensor_scale_where_the_recipe_has_none() -> None:
     assert tensor_mishap(np.float32(1), None, None) is None and tensor_mishap(None, None, None) is None
-    assert (
-        tensor_mishap(np.float32(2), None, None) == "tensor scale does not fit the source (2 is stored, none is needed)"
-    )
+    assert tensor_mishap(np.float32(2), None, None) == f"{WRONG_SCALE} (2 is stored, none is needed)"
 
 
 def test_stochastic_rounding_and_transforms_are_told() -> None:
