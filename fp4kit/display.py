@@ -277,7 +277,7 @@ def quantized_panel(q: Quantized) -> Panel:
     if finite.size and not q.recipe.levels:
         factor = 1.0 if q.block_scale is None or q.tensor_scale is None else _largest(q.tensor_scale)
         bound = float(q.recipe.element.max) * float(np.abs(finite).max()) * factor
-        facts.append(("values", f"at most {bound:.4g} in magnitude"))
+        facts.append(("bound", f"{bound:.4g}, the largest value that the scales allow"))
     if found.blocks:
         facts.append(
             ("zero blocks", f"{share(found.zero_blocks, found.blocks)}: {found.zero_blocks:,} of {found.blocks:,}")

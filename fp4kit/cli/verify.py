@@ -179,7 +179,12 @@ def _print_comparison(out: Output, comparison: CheckpointComparison) -> None:
     # If a layer is quantized in only one checkpoint, all of its tensors differ. List the layer instead of its tensors.
     quantized_in_one = [layer for layer in comparison.layers if layer.codes is None]
     parts = {name for layer in quantized_in_one for name in layer.tensors}
-    listed = [d for d in comparison.tensors if d.name not in parts]
+    known = [one for one in comparison.layers if one.codes is not None]
+    both = [one for one in known if one.differs or (one.values and not comparison.paired)]
+    # The table of layers counts their codes and scales. Input scales and factors per column are in none of its columns.
+    stored = {name for one in both if not one.factors for name in one.tensors if ".input_" not in name}
+    below = {d.name for d in comparison.tensors if d.kind == "bytes" and d.name in stored}
+    listed = [d for d in comparison.tensors if d.name not in parts | below]
     # Tensors that only one checkpoint has share a row, if their last names and dtypes are equal.
     by_name: dict[tuple[str, ...], list[TensorDifference]] = defaultdict(list)
     for d in listed:
@@ -195,8 +200,8 @@ def _print_comparison(out: Output, comparison: CheckpointComparison) -> None:
     if any(len(ds) > 1 for ds in by_name.values()):
         out.line("missing: only A has it; extra: only B has it; --json lists every name")
     columns = {"#codes": "{codes} of {elements}", "#scales": "{scales}", "#values": "{values}", "tensor scales": "{of}"}
-    known = [one for one in comparison.layers if one.codes is not None]
-    both = [one for one in known if one.differs or (one.values and not comparison.paired)]
+    if below:
+        out.line(f"not listed: {counted(len(below), 'tensor')} of the layers below")
     layers = [{**vars(layer), "of": _tensor_scales(layer)} for layer in both]
     out.records(layers, {"quantized layer": "{name}", **columns, "#SQNR dB": "{sqnr_db:.2f}"})
     if equal := [x for x in known if not x.differs and not x.values]:
@@ -214,18 +219,15 @@ def _print_comparison(out: Output, comparison: CheckpointComparison) -> None:
         out.line("not compared: config.json and the metadata of the GGUF file, except the numbers of layers and heads")
     columns = {"layer quantized in one": "{name}", "#values": "{elements}", "#SQNR dB": "{sqnr_db:.2f}"}
     out.records(map(vars, quantized_in_one), columns)
-    if len(listed) < len(comparison.tensors):
-        count = len(quantized_in_one)
-        out.line(
-            f"not listed: {len(comparison.tensors) - len(listed)} tensors of the {counted(count, 'layer')} that"
-            " only one checkpoint has quantized"
-        )
+    if alone := len(comparison.tensors) - len(listed) - len(below):
+        count = counted(len(quantized_in_one), "layer")
+        out.line(f"not listed: {alone} tensors of the {count} that only one checkpoint has quantized")
     out.lines(f"not decoded, because of {shown(item.name)}: {shown(item.why)}" for item in comparison.refused)
 
 
 def _tensor_scales(layer: LayerDifference) -> str:
     a, b = layer.tensor_scales
-    return "same" if a == b else f"{a} and {b}"
+    return "same" if a == b else " and ".join("none" if one is None else f"{one:.9g}" for one in (a, b))
 
 
 def _parity(args: argparse.Namespace, out: Output) -> int:

@@ -411,6 +411,14 @@ def test_compare(tmp_path: Path, run: Run) -> None:
     assert verdict, result.out
     layers = [row for row in rows(result.out) if row[2:4] == ["of", "4096"]]
     assert {"encoder.layer.0.attention.self.query", "same"} <= {word for row in layers for word in row}
+    assert "not listed: 10 tensors of the layers below" in result.out and "bytes differ" not in result.out
+    for path, scale in ((tmp_path / "c", 1.0), (tmp_path / "d", 2.0)):  # input scales are in no table of layers
+        convert(tmp_path / "m", path, a.name if scale == 1 else b.name, format="modelopt", input_scale=scale)
+    result = run("compare", tmp_path / "c", tmp_path / "d")
+    assert (
+        len(re.findall(r"input_scale +bytes", result.out)) == 5
+        and "not listed: 10 tensors of the layers below" in result.out
+    )
 
 
 def test_compare_shares_rows_and_explains_values(tmp_path: Path, run: Run) -> None:

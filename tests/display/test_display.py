@@ -202,7 +202,7 @@ def test_what_print_shows_of_a_quantized():
         "  block scales  E8M0, one per 1 x 32 elements, linear",
         "  scales        5.87747e-39 to 1",
         "  largest code  9.38% of values: 24 of magnitude 6 or more",
-        "  values        at most 6 in magnitude",
+        "  bound         6, the largest value that the scales allow",
         "  zero blocks   75%: 6 of 8",
         "  scales by exponent",
         "  2^-127  6  75%  " + "█" * 32,

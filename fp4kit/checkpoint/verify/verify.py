@@ -175,7 +175,7 @@ class VerifyReport:
             differing = sum(layer.differing for layer in self.layers)
             if compared := sum(layer.compared for layer in self.layers):
                 text += f"; {differing} of {compared} bytes differ from {self.expected}"
-            text += f"; {len(self.changed)} of {self.copied} copied tensors differ"
+            text += f"; {len(self.changed)} of {self.copied} other tensors differ"
         return f"{text}; errors: {self.errors}, warnings: {self.warnings}"
 
     @lazy_property

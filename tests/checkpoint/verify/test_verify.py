@@ -620,7 +620,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = capsys.readouterr().out
     held = sum(entry.nbytes for name, (_, entry) in open_source(model).tensors.items() if "proj" in name)
     assert f"{Q} [64,64]" in text
-    same = f"files match the manifest; 0 of {held} bytes differ from the source encoded with nvfp4-te; 0 of 6 copied"
+    same = f"files match the manifest; 0 of {held} bytes differ from the source encoded with nvfp4-te; 0 of 6 other"
     assert same in text
     poke(model, f"{Q}.weight", 5, lambda b: b ^ 1)
     assert main(["verify", str(model), "--source", str(source), "--json"]) == 1
