@@ -56,7 +56,8 @@ def quantize(
         x: float32, float16 or bfloat16 array of any shape and strides: NumPy, CuPy, or any exporter of DLPack. It is
             never written to.
         recipe: a recipe id, an alias or a Recipe.
-        axis: the axis along which blocks run. Square blocks (16x16) also span the last of the other axes.
+        axis: the axis along which blocks run. Square blocks (16x16) also span the last of the other axes; a 1-d array
+            is one row of them, and the last rows of a matrix may fill a block only in part.
         tensor_amax: the amax from which the tensor scale is computed; None computes the amax from x. It is a number or
             an array of shape (). If the recipe has one tensor scale per row or per block, it is an array with one amax
             per row or per block. For x with three or more dimensions, it may have shape (E,), one amax per expert,
