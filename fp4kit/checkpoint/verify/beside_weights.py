@@ -78,14 +78,15 @@ _IDS, _OF_CALLS = ("model.vocab", "model.merges"), ("truncation", "padding", "ve
 def _of_files(root: Path, source: Path) -> Iterator[Issue]:
     """Yield an error per file that maps text to other tokens than the source's, and a warning per other difference."""
     for file in scan(source, set()).copied:
-        is_tokens, own = _TOKENS.fullmatch(file.name) is not None, root / file.name
-        if not (is_tokens or _OTHERS.fullmatch(file.name)):
+        folder, _, name = file.name.rpartition("/")
+        is_tokens, own = _TOKENS.fullmatch(name) is not None, root / file.name
+        if not (is_tokens or _OTHERS.fullmatch(name)):
             continue
-        if not own.is_file():
-            if file.name == _TOKENIZER or not (root / _TOKENIZER).is_file() or not is_tokens:
-                yield Issue("warning", file.name, "is missing; the source has it")
-        elif not cmp(own, file.path, shallow=False):
-            yield from _of_file(file.name, own, file.path, is_tokens)
+        if own.is_file():
+            if not cmp(own, file.path, shallow=False):
+                yield from _of_file(file.name, own, file.path, is_tokens)
+        elif not folder and (name == _TOKENIZER or not is_tokens or not (root / _TOKENIZER).is_file()):
+            yield Issue("warning", name, "is missing; the source has it")
 
 
 def _of_file(name: str, own: Path, source: Path, is_tokens: bool) -> Iterator[Issue]:
@@ -100,7 +101,7 @@ def _of_file(name: str, own: Path, source: Path, is_tokens: bool) -> Iterator[Is
     found = [one for one in differences_of(name, "", a, b) if (one.a or one.b) and not one.key.startswith(_OF_CALLS)]
     if not is_tokens:
         found = [one for one in found if one.kind == "value"]  # versions of transformers add and drop keys
-    vital = [one for one in found if is_tokens and (name != _TOKENIZER or one.key.startswith(_IDS))]
+    vital = [one for one in found if is_tokens and (own.name != _TOKENIZER or one.key.startswith(_IDS))]
     for severity, ones in (("error", vital), ("warning", [] if vital else found)):
         if ones:
             more = f" ({len(ones) - 1} more differences)" if len(ones) > 1 else ""

@@ -135,6 +135,8 @@ FILES: list[tuple[str, Callable[[Path], Any], str, str]] = [
     ("generation_config.json", entries(lambda one: one.update(top_k=2)), "warning", "top_k is 2; the source has 1"),
     ("generation_config.json", entries(lambda one: one.update(version="5")), "", ""),
     ("tokenizer_config.json", entries(lambda one: one.update(eos_token="a")), "warning", 'eos_token is "a"; the sour'),
+    ("tokenizer/vocab.json", entries(lambda one: one.update(a=2)), "error", "a is 2; the source has 1"),
+    ("tokenizer/vocab.json", Path.unlink, "", ""),  # folders of a pipeline may be left out
     ("notes.txt", lambda path: path.write_text("b"), "", ""),
 ]
 
@@ -147,7 +149,9 @@ def test_tokenizers_and_other_files_are_compared_with_the_source(tmp_path: Path,
     llama_cpp.byte_pairs(root, "llama-bpe")
     for own, content in (("tokenizer.model", "m"), ("chat_template.jinja", "a"), ("notes.txt", "a")):
         (root / own).write_text(content)
-    (root / "vocab.json").write_text('{"a": 1}')
+    (root / "tokenizer").mkdir()
+    for own in ("vocab.json", "tokenizer/vocab.json"):
+        (root / own).write_text('{"a": 1}')
     (root / "generation_config.json").write_text('{"top_k": 1}')
     convert(root, out, "nvfp4-te")
     assert not prepare(out, root).issues
