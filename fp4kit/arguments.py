@@ -187,6 +187,7 @@ def explains_calls(function: Callable[P, T]) -> Callable[P, T]:
 
     @wraps(function)
     def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        __tracebackhide__ = True  # pytest leaves this frame out of tracebacks
         try:
             return function(*args, **kwargs)
         except TypeError:

@@ -120,8 +120,7 @@ def two_producers(width: int) -> str:
     for start in range(0, 16, columns):
         y += 18
         for i in range(columns):
-            weight = f"{float(x[row, start + i]):.3f}".replace("0.", ".")
-            parts.append(text(12 + (i + 0.5) * step, y, weight, "number"))
+            parts.append(text(12 + (i + 0.5) * step, y, f"{1000 * float(x[row, start + i]):.0f}", "number"))
         is_last = start + columns == 16
         if is_last:
             parts.append(text(12 + columns * step + 4, y, "scale", "small"))
@@ -141,8 +140,8 @@ def two_producers(width: int) -> str:
     differs = values[0] != values[1]
     codes, equal = int(differs[row].sum()), float((~differs.any(axis=1)).mean())
     caption = (
-        f"Each cell is the value of a 4-bit code of E2M1; a weight is value × scale. {codes} of 16 codes and the scale"
-        " byte differ (marked), because compressed-tensors rounds its tensor scale to bfloat16. Of the"
+        f"Above the cells: weights × 1000. Each cell is the value of a 4-bit code of E2M1. {codes} of 16 codes and the"
+        " scale byte differ (marked), because compressed-tensors rounds its tensor scale to bfloat16. Of the"
         f" {len(x):,} blocks of the example above, this one differs most: in {equal:.0%}, all codes are equal."
     )
     title = (

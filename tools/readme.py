@@ -79,7 +79,7 @@ def evidence() -> str:
     assert set(known) <= set(kinds)
     rows = [(text, str(known[kind])) for kind, text in kinds.items()]
     columns = ("how the equality with the producer is known", f"of {len(ALL_RECIPES)} recipes")
-    return f"{markdown(columns, rows)}\n\n`print(recipe)` says which holds.\n"
+    return f"{markdown(columns, rows)}\n\n`print(fp4kit.recipe('nvfp4-te'))` says which holds.\n"
 
 
 SECTIONS = {  # {heading on the page of recipes: the first parts of the ids in that section}
@@ -104,7 +104,7 @@ def recipes() -> str:
         found = defaultdict(list)
         for row in grouped_recipe_rows():
             if row[0].split("-")[0] in formats:
-                found[producer_of(row[0].split(" = ")[0].split(", ")[0])].append(row)
+                found[producer_of(re.split(" [=~] |, ", row[0])[0])].append(row)
         parts += [f"## {heading}", *(_producer_part(name, rows) for name, rows in found.items())]
         count = sum(id.split("-")[0] in formats for id in ALL_RECIPES)
         names = ", ".join(PRODUCERS[name].name for name in found)
@@ -120,7 +120,7 @@ def _producer_part(name: str, rows: list[tuple[str, ...]]) -> str:
     for names, block, _, exact, evidence, versions, source in rows:
         first, end, rest = exact.replace(f" ({versions})", "").partition(". ")
         if rest:
-            notes[rest].append(names.split(" = ")[0])
+            notes[rest].append(re.split(" [=~] ", names)[0])
         cells.append((names, block, f"{first}{end.strip()}", evidence, versions, source))
     listed = [f"- {', '.join(f'`{name}`' for name in names)}: {rest}." for rest, names in notes.items()]
     table = markdown([title for title in RECIPE_COLUMNS if title != "scale rule"], cells)

@@ -132,8 +132,8 @@ def serve_command(
     return next((_SERVE[engine].format(quoted) for engine in engines if engine in _SERVE), "")
 
 
-def verified_serve_command(report: VerifyReport) -> str:
-    """Return the command that serves the model of a verify report; "" if no engine is known to load it."""
+def verified_serve_line(report: VerifyReport) -> str:
+    """Return the line with the command that serves a verified model; "" if no engine is known to load it."""
     if not report.path.is_dir():
         return ""
     config = inspect_checkpoint(report.path).config or {}
@@ -144,7 +144,14 @@ def verified_serve_command(report: VerifyReport) -> str:
     request = recorded_request(report.path)
     named = str(request.get("engine")).lower(), request.get("scheme"), form
     row = next((one for one in servings() if (one.engine.lower(), one.scheme, one.container) == named), None)
-    return serve_command(form, config, report.path, engines_that_load(form, config, report.issues), row)
+    command = serve_command(form, config, report.path, engines_that_load(form, config, report.issues), row)
+    return _serve_line(command, config) if command else ""
+
+
+def _serve_line(command: str, config: Mapping[str, Any]) -> str:
+    """Return the line that shows a command to serve a model with this config."""
+    other = _not_examined(config)
+    return f"serve{f', if the engine loads {other}' * bool(other)}: {command}"
 
 
 def body_of(summary: Summary) -> dict[str, Any]:
@@ -184,7 +191,7 @@ def lines_of(report: ConversionReport, summary: Summary) -> Iterator[str]:
     for engine, why in summary.rejections.items():
         yield f"rejected by {engine}: {why}"
     if summary.serve:
-        yield f"serve: {summary.serve}"
+        yield _serve_line(summary.serve, plan.source.config)
     paths = " --source ".join(shlex.quote(str(path)) for path in (report.destination, plan.source.root))
     adapter, activations = plan.request.adapter, plan.request.activations
     more = [("adapter", adapter.root)] if adapter is not None else []

@@ -422,8 +422,15 @@ def _exact(r: Recipe) -> str:
 
 
 def _names(r: Recipe) -> str:
-    """Return the recipe's id followed by its aliases, joined with " = "."""
-    return " = ".join([r.id, *(alias for alias, target in ALIASES.items() if target == r.id)])
+    """Return the recipe's id followed by its aliases, after " = " or, if they differ for some inputs, " ~ "."""
+    found = [alias for alias, target in ALIASES.items() if target == r.id]
+    differs = {id for id, alias in PRODUCER_ALIASES.items() if "except" in alias.exact}
+    return "".join([r.id, *(f" {'~' if alias in differs else '='} {alias}" for alias in found)])
+
+
+SOME_DIFFER = (
+    "~: the second name is of a producer that differs for some inputs and has its own evidence; --long says which"
+)
 
 
 def grouped_recipe_rows() -> list[tuple[str, ...]]:

@@ -78,6 +78,7 @@ def _recipes(args: argparse.Namespace, out: Output) -> int:
         out.table(tables.RECIPE_COLUMNS, rows)
     else:
         out.table(tables.SHORT_COLUMNS, tables.short_rows(rows))
+        out.lines([tables.SOME_DIFFER] if any(" ~ " in row[0] for row in rows) else [])
     found = []
     for id, row in zip(ids, _objects(tables.RECIPE_COLUMNS[1:], [r[1:] for r in rows]), strict=True):
         versions = recipe(id).versions
@@ -257,6 +258,9 @@ def _run_producers(out: Output, ids: tuple[str, ...], seconds: float, seed: int)
                 bar.update(task, description=f"{name}: {bar.tasks[0].completed:,.0f} arrays, {differing:,} differ")
 
             results.append(producers.run(adapter, ids, seconds, seed, tick))
+            found = results[-1].total
+            if found.arrays and not out.draws:  # lines that stay if the command is stopped
+                out.line(f"{adapter.name}: {found.arrays:,} arrays, {found.differing:,} differ")
     return results
 
 

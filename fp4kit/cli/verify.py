@@ -30,7 +30,7 @@ from fp4kit.checkpoint.verify.reencode import Difference
 from fp4kit.checkpoint.verify.report import summary_of, unchecked, write_report
 from fp4kit.checkpoint.verify.verify import LayerReport, VerifyReport, execute, prepare
 from fp4kit.cli.command import DIFFERENT, DONE, Command, path_flag
-from fp4kit.cli.conversion_summary import verified_serve_command
+from fp4kit.cli.conversion_summary import verified_serve_line
 from fp4kit.cli.convert import WHERE, activations_of, devices_of, flags_of, recipes_of
 from fp4kit.cli.output import Output, shape_text
 from fp4kit.contract.compare_layer import COLUMNS, MOST_ROWS, Parity
@@ -120,8 +120,8 @@ def _print_report(out: Output, report: VerifyReport, whole: bool) -> None:
     step = _next_step(report)
     if step:
         out.line(f"next: {step}")
-    elif report.clean and (command := verified_serve_command(report)):
-        out.line(f"serve: {command}")
+    elif report.clean and (line := verified_serve_line(report)):
+        out.line(line)
     out.line(report.verdict)
 
 
@@ -204,6 +204,8 @@ def _print_comparison(out: Output, comparison: CheckpointComparison) -> None:
         out.line(f"not listed: {counted(len(below), 'tensor')} of the layers below")
     layers = [{**vars(layer), "of": _tensor_scales(layer)} for layer in both]
     out.records(layers, {"quantized layer": "{name}", **columns, "#SQNR dB": "{sqnr_db:.2f}"})
+    if both:
+        out.line("values: as the engines of each format decode them; fp4kit.compare decodes as the recipes do")
     if equal := [x for x in known if not x.differs and not x.values]:
         out.line(f"not listed: {counted(len(equal), 'layer')} with equal codes, scales and values")
     alike = [x for x in known if x.values and not x.differs]

@@ -339,7 +339,8 @@ def compare_layer(name: str, kind: Kind, sides: tuple[Rows, Rows], rows: np.ndar
         wrong = f"served_dtype is {both}; decode to one dtype on both sides"
         if not differing_bits(*decoded).any():
             sides = replace(a, how=None), replace(b, how=None, step="decode", wrong=wrong)
-    found = _explained(found, sides, rows, (affected, other_scales), values)
+    codes = masks.get("codes", np.zeros_like(affected))
+    found = _explained(found, sides, rows, (affected, other_scales, codes), values)
     return found if alone is None else replace(found, **_of_tensor_scales(sides, alone))
 
 
@@ -406,11 +407,11 @@ def _explained(
     found: LayerParity,
     sides: tuple[Rows, Rows],
     rows: np.ndarray,
-    masks: tuple[np.ndarray, np.ndarray],
+    masks: tuple[np.ndarray, np.ndarray, np.ndarray],
     values: tuple[np.ndarray, np.ndarray],
 ) -> LayerParity:
     """Explain a difference: return a copy of ``found`` that also has the first step that differs and its cause."""
-    (a, b), (affected, other_scales) = sides, masks
+    (a, b), (affected, other_scales, codes) = sides, masks
     wrong = [one.step for one in sides if one.wrong]
     setting = [f"{one.label}: {one.wrong}" for one in sides if one.wrong]
     p, q = a.how, b.how
@@ -420,15 +421,18 @@ def _explained(
         untraced = wrong or side_rows.has_nan(p.amax) or side_rows.has_nan(q.amax)  # quantize, traced, rejects NaN
         first = None if untraced else side_rows.first_step((a.x, b.x), p, q, affected, other_scales)
     if first is None:
-        count = int(affected.sum())
-        step = wrong[0] if wrong else _step_by_parts(found, a.part, b.part)
+        examined = int(affected.sum())
+        by_step = _by_parts(found, a.part, b.part, affected, other_scales, codes)
+        if wrong:
+            by_step = {step: affected for step in wrong[:1] if step is not None}
         if not wrong:
             setting += [f"{one.label}: {one.nearest}" for one in sides if one.nearest]
         with_values = [one.label for one in sides if not isinstance(one.part, Quantized)]
         if len(with_values) == 1 and not setting:
             setting.append(f"{with_values[0]} has values instead of codes")
-        facts: dict[str, Any] = {"step": step, "count": count, "examined": count, "steps": ((step, count),)}
-        first = first_place(affected), facts
+        steps = tuple((one, int(mask.sum())) for one, mask in by_step.items())
+        facts: dict[str, Any] = {"step": steps[0][0], "count": steps[0][1], "examined": examined, "steps": steps}
+        first = first_place(next(iter(by_step.values()))), facts
     at, facts = first
     element = f"element [{int(rows[at[0]])}, {at[1]}]: " + " and ".join(
         f"{one.label} {value[at]!s} ({_bits(value[at])}{_code_text(one.part, at)})"
@@ -438,13 +442,20 @@ def _explained(
     return replace(found, **facts, element=element, setting="; ".join(setting), worked=worked)
 
 
-def _step_by_parts(found: LayerParity, a: Matrix, b: Matrix) -> StepName:
-    """Return the step that makes the first stored part that differs."""
+def _by_parts(
+    found: LayerParity, a: Matrix, b: Matrix, affected: np.ndarray, scales: np.ndarray, codes: np.ndarray
+) -> dict[StepName, np.ndarray]:
+    """Return, for each step, the affected elements of which it makes the first stored part that differs."""
     if not (isinstance(a, Quantized) and isinstance(b, Quantized)):
-        return "value"
+        return {"value": affected}
     if found.tensor_scales[0]:
-        return "tensor scale"
-    return "block scale" if found.scales[0] else "code" if found.codes[0] else "decode"
+        return {"tensor scale": affected}
+    masks: dict[StepName, np.ndarray] = {
+        "block scale": affected & scales,
+        "code": affected & codes & ~scales,
+        "decode": affected & ~codes & ~scales,
+    }
+    return {step: mask for step, mask in masks.items() if mask.any()}
 
 
 def _title(r: Recipe) -> str:

@@ -131,7 +131,10 @@ _ELSEWHERE = {
 }
 
 
-def _hint(id: str, needed: str = "see fp4kit.recipes(), or run `fp4kit recipes`") -> str:
+_NEEDED = "see fp4kit.recipes(), or run `fp4kit recipes` with a format such as nvfp4 or a producer such as torchao"
+
+
+def _hint(id: str, needed: str = _NEEDED) -> str:
     """Return the end of the error message for an unknown id: what the user may have meant, otherwise ``needed``."""
     written = id.strip().lower().replace("_", "-")
     if written in ALL_RECIPES or written in ALIASES:

@@ -216,7 +216,7 @@ FAMILIES = {
     "AWQ": "AWQ chooses scales; pass them to quantize as block_scale and tensor_scale",
     "nvfp4-transformer-engine": "did you mean 'nvfp4-te' or",
     "mxfp4-llama.cpp": "did you mean 'mxfp4-gguf'?",
-    "foo": "see fp4kit.recipes(), or run `fp4kit recipes`",
+    "foo": "see fp4kit.recipes(), or run `fp4kit recipes` with a format such as nvfp4 or a producer such as torchao",
 }
 
 

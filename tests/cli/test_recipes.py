@@ -107,7 +107,9 @@ def test_the_list_of_recipes_is_short_without_long(capsys, monkeypatch) -> None:
     monkeypatch.setattr("fp4kit.cli.output._width", lambda: 80)
     assert main(["recipes"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 2 * (len(recipes()) + 1) and max(map(len, lines)) <= 80  # a line with the name, and one below
+    assert (
+        len(lines) == 2 * (len(recipes()) + 1) + 2 and max(map(len, lines)) <= 80
+    )  # a line with the name, and one below
     monkeypatch.setattr("fp4kit.cli.output._width", lambda: None)
     assert main(["recipes"]) == 0
     out = capsys.readouterr().out

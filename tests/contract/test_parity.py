@@ -760,3 +760,18 @@ def test_the_dtype_of_decoded_weights_is_named(dtype):
     assert not found and found.layers[0].step == "decode" and found.layers[0].codes[0] == 0
     assert f"served_dtype is none in train and {dtype} in rollout" in found.layers[0].setting
     assert fp4kit.parity(served, served).equal
+
+
+def test_differing_elements_are_counted_by_the_step_that_differs_first() -> None:
+    """Without the unquantized weights, the parts that differ say which step it is: scales, codes, or only decoding."""
+    x = np.random.default_rng(5).standard_normal((32, 64)).astype(np.float32)
+    q = fp4kit.quantize(x, "nvfp4-modelopt")
+    scales, codes = q.block_scale.copy(), q.packed.copy()
+    scales[0, 0] += 1
+    codes[1, 3] ^= 1
+    other = replace(q, recipe=fp4kit.recipe("nvfp4-compressed-tensors"), block_scale=scales, packed=codes)
+    (layer,) = fp4kit.parity({"a": q}, {"a": other}).layers
+    first, second, third = layer.steps
+    assert (layer.step, first, second) == ("block scale", ("block scale", 16), ("code", 1))
+    assert third[0] == "decode" and layer.count == 16 and layer.examined == 17 + third[1] <= x.size
+    assert any("element [0, " in line for line in layer.lines), layer.lines

@@ -280,8 +280,9 @@ def _unknown(name: object, checkpoint: Checkpoint, names: list[str]) -> str:
     what = "is not quantized in" if text in tensors else "is no layer of"
     if not names:
         return f"{shown(text)}: {what} {checkpoint.root}, which has no quantized layers"
-    near = get_close_matches(text, names, _MOST_NAMES, 0.5) or names[:_MOST_NAMES]
-    return f"{shown(text)}: {what} {checkpoint.root}; layers are such as {listed(near, _MOST_NAMES)}"
+    near = get_close_matches(text, names, _MOST_NAMES, 0.5)
+    hint = f"did you mean {' or '.join(near)}?" if near else f"layers are such as {listed(names, _MOST_NAMES)}"
+    return f"{shown(text)}: {what} {checkpoint.root}; {hint}"
 
 
 def _read(weight: Weight, r: Recipe) -> Quantized:

@@ -207,10 +207,13 @@ def kind_of(recipe: Recipe) -> str:
     form = next((candidate for candidate in WRITTEN if candidate.stores(recipe)), None)
     if form is None:
         usable = [id for id, r in RECIPES.items() if any(form.stores(r) for form in WRITTEN)]
-        why = "cannot be stored in a checkpoint;"
-        if is_stored_in_gguf(recipe):
-            why = "is for GGUF files; end the name of DST in .gguf, which writes one, or"
-        raise CheckpointError(f"recipe {recipe.id}: {why} use one of {several(usable, recipe)}")
+        formats = dict.fromkeys(one.format for one in table.CONTAINERS if one.format and one.stores(recipe))
+        ways = ["end the name of DST in .gguf, which writes a GGUF file"] * ("gguf" in formats)
+        ways += [f"add --format {format}" for format in formats if format != "gguf"]
+        why = "cannot be stored in this format" if ways else "cannot be stored in a checkpoint"
+        raise CheckpointError(
+            f"recipe {recipe.id}: {why}; {', or '.join([*ways, f'use one of {several(usable, recipe)}'])}"
+        )
     return form.kind
 
 

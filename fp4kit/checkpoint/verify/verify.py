@@ -630,6 +630,7 @@ def execute(prepared: Verification, options: Options | None = None) -> VerifyRep
             *prepared.issues,
             *copies_with_nan,
             *_quantized_source(prepared.checks, layers),
+            *_other_model(layers),
             *_issues_of_layers(prepared, found, layers, smoothing, readers),
             *[Issue("error", "model", _NO_LAYERS)] * (not layers and file_differences is None),
         ]
@@ -681,6 +682,18 @@ def _quantized_source(checks: Iterable[Check], layers: Sequence[LayerReport]) ->
     if form is not None and 2 * sum(layer.differing > 0 for layer in layers) > len(layers):
         why = f"the source is quantized itself ({form}), and most layers differ from it"
         yield Issue("warning", "model", f"{why}; give the model from which this checkpoint was made")
+
+
+_UNRELATED_DB = 3.0  # below it, the error is larger than 70% of the values; 4 bits give about 20 dB
+
+
+def _other_model(layers: Sequence[LayerReport]) -> Iterator[Issue]:
+    """Yield an error if the values of more than half of the layers do not resemble those of the source."""
+    known = [layer.tally.sqnr_db for layer in layers if layer.tally.sqnr_db is not None]
+    count = sum(db < _UNRELATED_DB for db in known)
+    if 2 * count > len(known):
+        why = f"the values of {count} of {counted(len(known), 'layer')} do not resemble those of the source"
+        yield Issue("error", "model", f"{why}, which is probably another model; give the one that this was made from")
 
 
 def _issues_of_layers(

@@ -358,10 +358,10 @@ def test_unknown_names_list_similar_ones(tmp_path) -> None:
     assert repr(layers) == f"QuantizedLayers({str(tmp_path / 'q')!r}: {len(layers)} layers, modelopt NVFP4)"
     for wrong, text in (
         (f"{name}.weight", f"use {name!r}"),
-        ("model.layers.0.mlp.down", f"layers are such as {name}"),
+        ("model.layers.0.mlp.down", f"did you mean {name} or "),
         ("model.norm", "is not quantized in"),
         ("lm_head", "is not quantized in"),
-        ("x", "is no layer of"),
+        ("x", "; layers are such as model.layers.0"),
     ):
         with pytest.raises(KeyError, match=re.escape(text)):
             layers[wrong]

@@ -176,9 +176,14 @@ REFUSED: list[tuple[str | None, dict[str, Any], str]] = [  # recipe, options, pa
     ),
     ("if4-fouroversix-ms-eden", {}, "recipe if4-fouroversix-ms-eden: cannot be stored in a checkpoint; use one of"),
     *(
-        (recipe, {}, f"recipe {recipe}: is for GGUF files; end the name of DST in .gguf, which writes one, or use one")
-        for recipe in ("nvfp4-gguf", "nvfp4-torchao-single")
+        (recipe, {}, f"recipe {recipe}: cannot be stored in this format; {way}, or use one of nvfp4-te")
+        for recipe, way in (
+            ("nvfp4-gguf", "end the name of DST in .gguf, which writes a GGUF file, or add --format mlx"),
+            ("nvfp4-torchao-single", "end the name of DST in .gguf, which writes a GGUF file, or add --format mlx"),
+            ("nvfp4-mlx-cpu", "end the name of DST in .gguf, which writes a GGUF file, or add --format mlx"),
+        )
     ),
+    ("fp8-comfy-kitchen-e5m2", {}, "cannot be stored in this format; add --format comfy, or use one of "),
     ("nvfp4-te", {"format": "mlx"}, "; use one of nvfp4-mlx-cpu, nvfp4-mlx-metal, "),
     ("nvfp4-gguf", {"format": "comfy"}, "; use one of nvfp4-comfy-kitchen, nvfp4-comfy-kitchen-static, nvfp4-te, "),
 ]

@@ -50,7 +50,7 @@ from fp4kit.checkpoint.verify.verify import LayerReport, VerifyReport, prepare
 from fp4kit.checkpoint.verify.verify import verify_checkpoint as verify
 from fp4kit.cli import main
 from fp4kit.formats import FLT_MAX
-from fp4kit.storage.files import CheckpointError
+from fp4kit.storage.files import CheckpointError, read_header
 
 PAIRS = [
     ("nvfp4-te", "modelopt"),
@@ -363,6 +363,23 @@ def test_a_source_that_is_quantized_itself(tmp_path: Path) -> None:
     assert any(one.text.startswith(text) for one in verify(model, other).issues)
     again = convert(other, tmp_path / "again", "nvfp4-te", requantize=True).destination
     assert not any("quantized itself" in one.text for one in verify(again, other).issues)
+
+
+def test_the_source_of_another_model_is_named(tmp_path: Path) -> None:
+    model, source = made(tmp_path)
+    assert not any("another model" in one.text for one in verify(model, source).issues)
+    other = tmp_path / "other"
+    shutil.copytree(source, other)
+    for path in other.glob("*.safetensors"):
+        header = read_header(path)
+        data = bytearray(path.read_bytes())
+        for entry in header.entries:
+            if len(entry.shape) == 2:
+                values = np.random.default_rng(entry.start).standard_normal(entry.shape).astype(synthetic.BF16)
+                data[entry.start : entry.start + entry.nbytes] = values.tobytes()
+        path.write_bytes(data)
+    (issue,) = (one for one in verify(model, other).issues if "probably another model" in one.text)
+    assert issue.severity == "error" and re.match(r"the values of (\d+) of \1 layers do not resemble", issue.text)
 
 
 def test_tensor_scales_that_disagree_name_the_loader_and_what_it_does(tmp_path: Path) -> None:
