@@ -50,7 +50,7 @@ from fp4kit.cli.output import Output
 from fp4kit.storage.files import CheckpointError, listed, shown
 from fp4kit.storage.gguf_file import is_gguf
 
-_BY_ENGINE = "; leave --format out, which writes the format that most engines load"
+_BY_ENGINE = "; use --format modelopt for vLLM and SGLang, or --format compressed-tensors, which transformers loads too"
 # option that users may try although it does not exist -> the end of the error message
 _OPTION_HINTS = {
     **dict.fromkeys(("-o", "--output", "--out", "--output-dir"), "; name the destination as the second path, SRC DST"),

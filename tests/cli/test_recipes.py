@@ -195,7 +195,10 @@ def test_every_format_that_is_listed_has_values(capsys) -> None:
         (["convert", "a", "b", "--exclude", "x"], "unrecognized argument --exclude; use --keep; see"),
         (["help"], "fp4kit: argument COMMAND: there is no 'help'; did you mean --help?"),
         (["quantize", "a", "b"], "fp4kit: argument COMMAND: there is no 'quantize'; did you mean convert?"),
-        (["convert", "a", "b", "--format", "vllm"], "there is no 'vllm'; leave --format out, which writes the format"),
+        (
+            ["convert", "a", "b", "--format", "vllm"],
+            "there is no 'vllm'; use --format modelopt for vLLM and SGLang, or",
+        ),
         (["convert", "a", "b", "--format", "nvfp4"], "no 'nvfp4'; formats are containers; use --recipe nvfp4"),
         (["xyzzy"], "fp4kit: argument COMMAND: there is no 'xyzzy'; needs one of convert, reconcile, diff, "),
         (["--print-completion", "fish"], "argument --print-completion: there is no 'fish'; needs one of bash, zsh"),

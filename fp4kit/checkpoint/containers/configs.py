@@ -289,6 +289,11 @@ def keeps_inputs(config: Config) -> bool:
     return ignored_scales(config) == _UNQUANTIZED or quantization_config(config).get("quant_algo") == "W4A16_NVFP4"
 
 
+def is_weight_only(config: Config) -> bool:
+    """Return whether a config has groups of layers, and none of them declares quantized inputs."""
+    return bool(inputs := _inputs(config)) and not any(inputs)
+
+
 def ignored_scales(config: Config) -> str:
     """Return what a config of compressed-tensors declares instead of stored input scales; "" if it may use them."""
     inputs = _inputs(config)
@@ -335,8 +340,7 @@ def _require_modelopt(container: str, form: Container, config: Config) -> Iterat
         yield finding("vLLM", "error", _CONFIG, text)
     if algo != needed:
         yield finding("SGLang", "error", _CONFIG, text)  # SGLang compares case-sensitively
-    inputs = _inputs(config)
-    if container == "modelopt NVFP4" and inputs and not any(inputs):
+    if container == "modelopt NVFP4" and is_weight_only(config):
         text = "no group has input_activations: the engine treats NVFP4 as W4A16_NVFP4 and ignores input_scale"
         yield finding("vLLM", "warning", _CONFIG, text)
     size, group_size = section.get("group_size"), form.group_size or None

@@ -18,6 +18,7 @@ from fp4kit.checkpoint.containers.configs import (
     config_findings,
     has_static_inputs,
     ignored_scales,
+    is_weight_only,
     quantization_config,
 )
 from fp4kit.checkpoint.containers.engines import Issue, finding
@@ -179,7 +180,8 @@ def _layer_findings(
     for engine in engines:
         yield from (finding(engine, "error", layer, text) for text in faults)
         for suffix in suffixes:
-            if suffix not in parts:
+            ignored = engine == "vLLM" and suffix == ".input_scale" and is_weight_only(config)  # a warning says so
+            if suffix not in parts and not ignored:
                 text = f"{suffix[1:]} is missing; {consequence(engine, container, layer, suffix)}"
                 yield finding(engine, "error", layer, text)
         if foreign:

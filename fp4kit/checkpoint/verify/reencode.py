@@ -190,7 +190,7 @@ class Difference:
     expert: the number of the expert in a stack; None for a single layer.
     row, column: the place in the matrix; the first element of the block for a block scale; None for a scale of the
         whole layer.
-    stored, expected: the code, the byte of the scale, or the number if floats are stored: in the file, and encoded.
+    stored, expected: the code, or the value of the block scale or other number: in the file, and encoded.
     """
 
     part: str
@@ -421,6 +421,8 @@ def _difference(check: Check, target: Target, done: int, at: int, *sides: npt.ND
     have, want = (line.view(f"u{dtype.itemsize}") for line in lines)  # as integers, so that NaN equals itself
     i, j = map(int, np.argwhere(have != want)[0])
     values = [side[i, j].reshape(1).view(dtype).item() for side in (have, want)]
+    if part == SCALES and form and form.scale is not None and dtype == np.uint8:
+        values = [float(form.scale.values[value]) for value in values]
     j = j // 34 * 32 if target.dtype == Q8_0 else j * wide  # 34 bytes hold 32 elements
     place = ((number * tile + i) * high, j)[:: -1 if weight.transposed else 1]
     row, column = place if form or part == VALUES else (None, None)

@@ -568,7 +568,10 @@ def test_the_first_difference_is_located(tmp_path: Path, name: str, recipe: str,
         (found,) = next(one for one in verify(model, source).layers if one.name == layer.name).first
         old, new = (arrays[found.part == "scales"] for arrays in (before, elements()))
         row, column = np.argwhere(old != new)[0]
-        assert (found.stored, found.expected) == (new[row, column], old[row, column])
+        both = [float(one[row, column]) for one in (new, old)]
+        if found.part == "scales" and stored.form.scale is not None:
+            both = [float(stored.form.scale.values[int(one)]) for one in both]
+        assert np.array_equal([found.stored, found.expected], both, equal_nan=True)
         high, wide = stored.form.block if found.part == "scales" else (1, 1)
         place_in_stack = (expert if stored.experts > 1 else None, row * high, column * wide)
         assert (found.expert, found.row, found.column) == place_in_stack
@@ -650,6 +653,16 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     line = f"{Q}: codes, row 0, column 10: {first['stored']} in the file, {first['expected']} expected"
     assert f"first difference: {line}" in " ".join(capsys.readouterr().out.split())
     assert layer["codes"] == {"differing": 1, "compared": 2048} and layer["scales"]["differing"] == 0
+    poke(model, f"{Q}.weight", 5, lambda b: b ^ 1)
+    poke(model, f"{Q}.weight_scale", 0, lambda b: b ^ 8)  # another exponent, which both commands show as values
+    commands = (["verify", str(model)], ["identify", str(model)])
+    said = []
+    for command in commands:
+        main([*command, "--source", str(source)])
+        said += re.findall(r"block scales, row 0, column 0: \S+ in the file, \S+ expected", capsys.readouterr().out)
+    assert len({*said}) == 1 and len(said) >= 2, said
+    poke(model, f"{Q}.weight_scale", 0, lambda b: b ^ 8)
+    poke(model, f"{Q}.weight", 5, lambda b: b ^ 1)
     assert main(["verify", str(model)]) == 1
     text = "error: model-00001-of-00002.safetensors: its content differs from what the conversion wrote"
     assert text in capsys.readouterr().out
