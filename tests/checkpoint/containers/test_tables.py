@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from fp4kit.checkpoint.loaders import support
 from fp4kit.checkpoint.loaders.exclusions import READERS
 from fp4kit.checkpoint.model.inspect import inspect_checkpoint
 from fp4kit.checkpoint.verify.verify import verify_checkpoint as verify
+from fp4kit.cli import main
 from fp4kit.contract.engine_table import VERSIONS
 from fp4kit.formats import ElementFormat
 
@@ -130,7 +132,7 @@ def nvfp4(x: np.ndarray) -> dict[str, np.ndarray]:
     }
 
 
-def test_awq_multiplies_the_columns(tmp_path: Path) -> None:
+def test_awq_multiplies_the_columns(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     x = synthetic.random("awq", SHAPE)
     parts = nvfp4(x)
     factor = np.exp(synthetic.random("pre", (SHAPE[1],), 1.0, np.dtype(np.float32))).astype(BF16)
@@ -153,6 +155,10 @@ def test_awq_multiplies_the_columns(tmp_path: Path) -> None:
     beside = json.loads((tmp_path / "kept" / "hf_quant_config.json").read_text())["quantization"]
     assert (beside["quant_algo"], beside["pre_quant_scale"], beside["has_zero_point"]) == ("NVFP4_AWQ", True, False)
     assert verify(tmp_path / "kept", model).clean
+    other = written(tmp_path / "other", {**nvfp4(x[::-1]), ".pre_quant_scale": factor * 2}, **declared)
+    capsys.readouterr()
+    assert main(["compare", str(model), str(other)]) == 1  # no column of the table of layers counts the factors
+    assert re.search(r"pre_quant_scale +bytes", capsys.readouterr().out)
 
 
 def test_awq_with_a_source_is_compared_by_its_own_values(tmp_path: Path) -> None:

@@ -381,10 +381,16 @@ def test_a_file_of_another_format() -> None:
 
 def test_nvfp4_that_is_taken_for_w4a16() -> None:
     groups = {"group_0": {"weights": {"num_bits": 4}, "input_activations": None}}
+    tensors = layer(NVFP4, Q)
+    del tensors[f"{Q}.input_scale"]  # vLLM ignores it in W4A16
+
+    def engines() -> set[str]:
+        return {engine_of(one) for one in checked(NVFP4, tensors, config=changed(NVFP4, config_groups=groups))}
+
     (text,) = warnings(NVFP4, changed(NVFP4, config_groups=groups), None)
-    assert "the engine treats NVFP4 as W4A16_NVFP4" in text
+    assert "the engine treats NVFP4 as W4A16_NVFP4" in text and "vLLM" not in engines() and engines()
     groups["group_0"]["input_activations"] = {"num_bits": 4}
-    assert not warnings(NVFP4, changed(NVFP4, config_groups=groups), None)
+    assert not warnings(NVFP4, changed(NVFP4, config_groups=groups), None) and "vLLM" in engines()
 
 
 @pytest.mark.parametrize("in_config", [True, False])

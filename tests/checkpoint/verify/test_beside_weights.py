@@ -133,7 +133,8 @@ FILES: list[tuple[str, Callable[[Path], Any], str, str]] = [
     ("chat_template.jinja", lambda path: path.write_text("b"), "warning", "its bytes differ from the source's"),
     ("chat_template.jinja", Path.unlink, "warning", "is missing; the source has it"),
     ("generation_config.json", entries(lambda one: one.update(top_k=2)), "warning", "top_k is 2; the source has 1"),
-    ("generation_config.json", entries(lambda one: one.update(version="5")), "", ""),
+    ("generation_config.json", entries(lambda one: one.update(do_sample=True)), "", ""),  # as transformers adds keys
+    (TOKENIZER, entries(lambda one: one.update(unheard_of=5)), "warning", "has unheard_of, unlike the source"),
     ("tokenizer_config.json", entries(lambda one: one.update(eos_token="a")), "warning", 'eos_token is "a"; the sour'),
     ("tokenizer/vocab.json", entries(lambda one: one.update(a=2)), "error", "a is 2; the source has 1"),
     ("tokenizer/vocab.json", Path.unlink, "", ""),  # folders of a pipeline may be left out
