@@ -4,6 +4,7 @@ The error is the SQNR (signal-to-quantization-noise ratio) of the weights of a s
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from fp4kit.checkpoint.model.model_files import CONFIG
 from fp4kit.checkpoint.plan.layer_recipes import recorded_recipe
 from fp4kit.checkpoint.plan.plan import Plan, configs
 from fp4kit.checkpoint.selection.names import ENGINE
+from fp4kit.checkpoint.verify.beside_weights import is_tokenizer
 from fp4kit.checkpoint.verify.reencode import SampledError, sampled_error
 from fp4kit.checkpoint.verify.verify import VerifyReport
 from fp4kit.contract.engine_table import SERVING, VERSIONS
@@ -192,6 +194,9 @@ def lines_of(report: ConversionReport, summary: Summary) -> Iterator[str]:
         yield f"rejected by {engine}: {why}"
     if summary.serve:
         yield _serve_line(summary.serve, plan.source.config)
+        root = report.destination
+        if not summary.serve.startswith("python -c") and root.is_dir() and not any(map(is_tokenizer, os.listdir(root))):
+            yield f"note: the source has no tokenizer, and servers need one: add its files to {shown(str(root))}"
     paths = " --source ".join(shlex.quote(str(path)) for path in (report.destination, plan.source.root))
     adapter, activations = plan.request.adapter, plan.request.activations
     more = [("adapter", adapter.root)] if adapter is not None else []

@@ -136,20 +136,23 @@ def test_convert_ends_with_a_summary(tmp_path: Path, run: Run) -> None:
     """The last lines say recipe, activations, error, engines and the next commands."""
     synthetic.dense(tmp_path / "m")
     out = run("convert", tmp_path / "m", tmp_path / "out").out
-    lines = out.replace("\n  ", " ").splitlines()[-6:]
+    lines = out.replace("\n  ", " ").splitlines()[-7:]
     assert lines[0] == "recipe: nvfp4-te (the default); weights only: activations stay in 16 bits"
     error = r"SQNR: median 20\.\d dB over sampled rows of 14 layers, a relative rms error of 9\.\d%; worst "
     assert re.match(error, lines[1])
     assert lines[2].startswith("engines that load ") and "vLLM" in lines[2]
     assert lines[3].startswith("note: vLLM inverts the stored divisor, so values are off by up to 2 float32 ulp; ")
     assert lines[4] == f"serve: vllm serve {tmp_path / 'out'}"
-    assert lines[5] == f"next: fp4kit verify {tmp_path / 'out'} --source {tmp_path / 'm'}"
+    assert lines[5] == f"note: the source has no tokenizer, and servers need one: add its files to {tmp_path / 'out'}"
+    assert lines[6] == f"next: fp4kit verify {tmp_path / 'out'} --source {tmp_path / 'm'}"
     options = ("--input-scale", 1.0, "--json")
     found = json.loads(run("convert", tmp_path / "m", tmp_path / "json", *options).out)
     assert found["serve"] == f"vllm serve {tmp_path / 'json'}" and "vLLM" in found["engines"]
     assert len(found["sqnr"]["layers"]) == found["sqnr"]["of"] == 14
     again = run("convert", tmp_path / "out", tmp_path / "moved", "--format", "modelopt").out
-    assert "inverts" not in again
+    assert "inverts" not in again and "has no tokenizer" in again
+    (tmp_path / "m" / "tokenizer.model").write_bytes(b"")
+    assert "has no tokenizer" not in run("convert", tmp_path / "m", tmp_path / "speaks").out
     assert "recipe: that of the source, whose codes are kept" in again and "SQNR" not in again
     bf16 = run("convert", tmp_path / "out", tmp_path / "bf16", "--format", "bf16").out
     assert "recipe:" not in bf16 and "SQNR" not in bf16 and "next: fp4kit verify" in bf16

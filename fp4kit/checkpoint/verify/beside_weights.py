@@ -75,11 +75,16 @@ _OTHERS = re.compile(r"(tokenizer|generation|\w*processor)_config\.json|chat_tem
 _IDS, _OF_CALLS = ("model.vocab", "model.merges"), ("truncation", "padding", "version")
 
 
+def is_tokenizer(name: str) -> bool:
+    """Return whether a file of this name maps text to tokens."""
+    return _TOKENS.fullmatch(name) is not None
+
+
 def _of_files(root: Path, source: Path) -> Iterator[Issue]:
     """Yield an error per file that maps text to other tokens than the source's, and a warning per other difference."""
     for file in scan(source, set()).copied:
         folder, _, name = file.name.rpartition("/")
-        is_tokens, own = _TOKENS.fullmatch(name) is not None, root / file.name
+        is_tokens, own = is_tokenizer(name), root / file.name
         if not (is_tokens or _OTHERS.fullmatch(name)):
             continue
         if own.is_file():
