@@ -140,7 +140,7 @@ def amaxes_of(scale: np.ndarray, r: Recipe, dtype: np.dtype, likely: np.ndarray 
     """
     amax = _implied(scale, r, dtype) if likely is None else likely
     yield amax
-    seen = [tensor_rules.tensor_scale(amax, r, dtype).encode]
+    seen = {tensor_rules.tensor_scale(amax, r, dtype).encode.tobytes()}
     # The float32 numbers that give `scale`, in ascending order, at most MAX_NEIGHBORS of them.
     first, last = tensor_rules.amax_interval(scale, r, dtype, tensor_rules.NEAR)
     has_interval = (scale > 0) & np.isfinite(scale) & (first <= last)
@@ -151,8 +151,8 @@ def amaxes_of(scale: np.ndarray, r: Recipe, dtype: np.dtype, likely: np.ndarray 
         neighbors = np.where(has_interval, bits.view(np.float32), amax)
         encodes = np.broadcast_to(tensor_rules.tensor_scale(neighbors, r, dtype).encode, neighbors.shape)
         for i, encode in enumerate(encodes):
-            if not any(np.array_equal(encode, other) for other in seen):
-                seen.append(encode)
+            if (found := encode.tobytes()) not in seen:
+                seen.add(found)
                 yield neighbors[i, ...]
 
 

@@ -137,7 +137,7 @@ def test_the_program_for_cupy(place, start, monkeypatch, libraries, capsys):
 
 
 @pytest.mark.parametrize(
-    "name", ["cuda/export_kernels", "cuda/quantize_torch", "cuda/quantize_cupy", "c_api/recipe_header"]
+    "name", half(["cuda/export_kernels", "cuda/quantize_torch", "cuda/quantize_cupy", "c_api/recipe_header"])
 )
 def test_help_ends_in_one_line(name):
     command = [sys.executable, EXAMPLES.parent / f"{name}.py", "--help"]

@@ -325,7 +325,7 @@ def where_it_is(seen, *arguments):
     ("name", "layout", "known"),
     [
         ("nvfp4-te-4over6-mse-256", "linear", True),
-        ("nvfp4-flashinfer", "swizzled_128x4", False),
+        pytest.param("nvfp4-flashinfer", "swizzled_128x4", False, marks=pytest.mark.exhaustive),
         ("mxfp4-ocp", "linear", True),
     ],
 )

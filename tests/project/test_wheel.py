@@ -127,6 +127,7 @@ def files_of(wheel):
     return {name for name in zipfile.ZipFile(wheel).namelist() if name.startswith("fp4kit/")}
 
 
+@pytest.mark.exhaustive
 def test_the_wheel_has_every_file_of_the_package_except_most_recordings(wheel):
     """The words of the sources are explained for developers, who have the source distribution."""
     found, left_out = (
@@ -140,6 +141,7 @@ def test_the_wheel_has_every_file_of_the_package_except_most_recordings(wheel):
     assert wheel.name.endswith("-py3-none-any.whl") and wheel.stat().st_size < 3_000_000
 
 
+@pytest.mark.exhaustive
 def test_recipes_are_checked_against_the_selection(installed):
     status, output, errors = run(installed, "recipes", "--check", "nvfp4-te", "mxfp4-ocp")
     assert status == 0, errors

@@ -17,7 +17,7 @@ import oracle
 import pytest
 import synthetic
 from changed_bytes import change
-from exhaustive import by_default, exhaustive
+from exhaustive import by_default, exhaustive, half
 from identified import identify_layers
 
 import fp4kit
@@ -566,7 +566,7 @@ INPUT_SCALES = {"modelopt": "input_scale", "compressed-tensors": "input_global_s
 UNUSABLE = {"0.0": 0, "nan": np.nan, "-1.0": -1, "inf": np.inf, "missing": None}
 
 
-@pytest.mark.parametrize("value", UNUSABLE)
+@pytest.mark.parametrize("value", half(UNUSABLE))
 @pytest.mark.parametrize("form", INPUT_SCALES)
 def test_input_scales_that_are_unusable_are_problems(
     form: str, value: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

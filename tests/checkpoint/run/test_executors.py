@@ -108,6 +108,7 @@ def test_processes_where_they_are_faster(model: tuple[Path, dict[str, str]], mon
         assert run._workers() == (workers or max(cores, 2), True)
 
 
+@pytest.mark.exhaustive
 def test_the_command_takes_processes_for_large_models(
     model: tuple[Path, dict[str, str]],
     tmp_path: Path,
@@ -216,6 +217,7 @@ def test_workers_are_not_waited_for_when_a_run_is_stopped() -> None:
     assert time.monotonic() - start < 60 and not multiprocessing.active_children()
 
 
+@pytest.mark.exhaustive
 def test_signals_inside_locks(model: tuple[Path, dict[str, str]], tmp_path: Path) -> None:
     """A handler that raises at any moment leaves no lock that a worker waits for."""
     command = [sys.executable, str(HERE / "stop_inside_locks.py"), str(model[0]), str(tmp_path / "out"), "3"]

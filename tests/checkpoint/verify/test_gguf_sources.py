@@ -15,6 +15,7 @@ import lora
 import numpy as np
 import pytest
 import synthetic
+from exhaustive import exhaustive
 from llama_cpp import HEADS, LAYERS, WIDTH
 from synthetic import refused
 
@@ -63,7 +64,7 @@ def check_clean(path: Path, source: Path, **options: Any) -> VerifyReport:
     return report
 
 
-@pytest.mark.parametrize("recipe", ["nvfp4-gguf", "mxfp4-gguf", "nvfp4-te"])
+@pytest.mark.parametrize("recipe", ["nvfp4-gguf", *exhaustive(["mxfp4-gguf", "nvfp4-te"])])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_byte_of_a_new_file_is_compared_with_its_directory(family: str, recipe: str, tmp_path: Path) -> None:
     """Every byte is compared, whether a directory was quantized or the file keeps the codes of a quantized one."""

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import synthetic
 from changed_bytes import change
+from exhaustive import exhaustive
 
 import fp4kit
 from fp4kit.checkpoint import CheckpointError, convert
@@ -340,7 +341,7 @@ def repaired(root, *steps):
 
 
 @pytest.mark.parametrize("steps", [(False,), (True,), (False, True)])
-@pytest.mark.parametrize("has_manifest", [True, False])
+@pytest.mark.parametrize("has_manifest", [True, *exhaustive([False])])
 def test_verify_repeats_the_repair(unfused, tmp_path, steps, has_manifest):
     """verify quantizes each part by itself and rescales it as reconcile did; the source counts as that of the model."""
     form, root, source = unfused
@@ -390,7 +391,7 @@ def test_the_list_of_earlier_manifests(unfused):
             verify(path, source)
 
 
-@pytest.mark.parametrize("all_rows", [True, False])
+@pytest.mark.parametrize("all_rows", [False, *exhaustive([True])])
 def test_identify_names_the_recipe_of_rescaled_layers(unfused, all_rows):
     """Without the manifest, identify finds that layers were rescaled, and from which recipe's scales."""
     _, root, source = unfused
