@@ -366,7 +366,8 @@ def parts_of_others(names: Sequence[str], read: Callable[[str], Layout | None]) 
             every = [(other, a, parts) for other in (name, *made) for s, a, parts in made[other] if s == r]
             fits = [next(((n, a) for n, a, want in every if _is_same(have[i], want[i])), None) for i in range(3)]
             chosen = tuple(one[0] for one in fits if one)
-            if len(chosen) == 3 and name in chosen and {*chosen} != {name} and _are_whole(name, r, fits, read):
+            own = {one for one, part in zip(chosen, have, strict=False) if part is not None}
+            if len(chosen) == 3 and name in own and own != {name} and _are_whole(name, r, fits, read):
                 found.setdefault(chosen, []).append(r)
         for chosen, recipes in list(found.items())[:1]:
             ids = tuple(dict.fromkeys(r.title for r in recipes))
@@ -653,7 +654,7 @@ def _permuted(plain: Layout, trial: SampleVerdict) -> Diagnosis | None:
             hypotheses.try_layout(layout, [order], more)
             found, tally = hypotheses.exact_hypotheses(more.exact)
             found = found or [
-                replace(h, scale_mishap=_KEPT) for h in more.codes_only if hypotheses.has_scales_in_place(h)
+                replace(h, scale_mishap=KEPT_SCALES) for h in more.codes_only if hypotheses.has_scales_in_place(h)
             ]
             if found:
                 return _explained(found, tally if tally.total else _all_bytes(plain))
@@ -667,7 +668,7 @@ def _permuted(plain: Layout, trial: SampleVerdict) -> Diagnosis | None:
     return _explained([hypothesis for hypothesis in named if hypothesis.weight == fewest], _all_bytes(plain))
 
 
-_KEPT = "block scales were not moved with the codes"
+KEPT_SCALES = "block scales were not moved with the codes"
 
 
 def _all_bytes(plain: Layout) -> MatchCount:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict, deque
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from copy import deepcopy
 from dataclasses import dataclass, replace
@@ -25,7 +25,7 @@ from fp4kit.checkpoint.executors import Options, executor_of, pending_limit, run
 from fp4kit.checkpoint.findings import unusable_input_scales
 from fp4kit.checkpoint.identify import verdicts
 from fp4kit.checkpoint.identify.corruptions import WRONG_SCALE, StoredLayer
-from fp4kit.checkpoint.identify.diagnose import Fp8Layer, held, parts_of_others, plain_of
+from fp4kit.checkpoint.identify.diagnose import KEPT_SCALES, Diagnosis, Fp8Layer, held, parts_of_others, plain_of
 from fp4kit.checkpoint.identify.hypotheses import Layout, recipes_of
 from fp4kit.checkpoint.identify.verdicts import CheckpointVerdict, LayerPair, LayerSeries, LayerVerdict
 from fp4kit.checkpoint.model.closed_world import check_model
@@ -626,28 +626,15 @@ def _with_parts_of_others(
 ) -> dict[int, LayerVerdict]:
     """Return the verdicts by number on layers of which some parts are those of other layers."""
     numbers = {spec.name: number for number, spec in enumerate(specs)}
+    places = {spec.name: spec.place for spec in specs}
     own = {spec.name: found[number].explanation for number, spec in enumerate(specs)}
     faulty = [
         name
         for name, one in own.items()
         if not (one.recognized or one.blank or one.cause == DECODED or (one.unlike and name not in moved))
-        and (not one.explained or str(one.mishap).startswith(WRONG_SCALE))
+        and (not one.explained or str(one.mishap).startswith(WRONG_SCALE) or KEPT_SCALES in str(one.mishap))
     ][:_MOST_UNLIKE]
     with Readers() as readers:
-
-        def head(name: str) -> tuple[bytes, ...]:
-            spec = specs[numbers[name]]
-            regular = spec.weight.form.scale is not None and spec.weight.form.block[0] == 1 and _is_regular(spec.weight)
-            if not regular:
-                return ()
-            layer = stored_layer(spec.weight, spec.expert, readers, (0, min(_ROWS, spec.rows)))
-            parts = (layer.codes, layer.block_scale, layer.tensor_scale)  # type: ignore[union-attr]
-            return tuple(f"{i}".encode() + np.asarray(one).tobytes() for i, one in enumerate(parts) if one is not None)
-
-        stored = {part for name in faulty for part in head(name)}
-        shapes = {specs[numbers[name]].weight.shape[-2:] for name in faulty}
-        alike = [name for name in own if specs[numbers[name]].weight.shape[-2:] in shapes and name not in faulty]
-        alike = [name for name in alike[:_MOST_ORIGINS] if stored.intersection(head(name))]
 
         def read(name: str) -> Layout | None:
             pair = PairReader(readers).whole(specs[numbers[name]])
@@ -655,8 +642,30 @@ def _with_parts_of_others(
                 return None
             return plain_of(pair.parts, pair.source, pair.amaxes, pair.other)
 
-        again = dict(parts_of_others([*faulty, *alike[:_MOST_UNLIKE]], read)) if faulty else {}
+        again = parts_elsewhere(faulty, places, readers, read)
     return {numbers[name]: replace(found[numbers[name]], explanation=one) for name, one in again.items()}
+
+
+def parts_elsewhere(
+    faulty: Sequence[str], places: Mapping[str, Place], readers: Readers, read: Callable[[str], Layout | None]
+) -> dict[str, Diagnosis]:
+    """Return {layer: explanation} for faulty layers that hold codes or scales of other layers in ``places``."""
+    if not faulty:
+        return {}
+
+    def head(name: str) -> tuple[bytes, ...]:
+        weight = places[name].weight
+        if weight.form.scale is None or weight.form.block[0] > 1 or not _is_regular(weight):
+            return ()
+        layer = stored_layer(weight, places[name].expert, readers, (0, min(_ROWS, weight.shape[-2])))
+        parts = (layer.codes, layer.block_scale, layer.tensor_scale)  # type: ignore[union-attr]
+        return tuple(f"{i}".encode() + np.asarray(one).tobytes() for i, one in enumerate(parts) if one is not None)
+
+    stored = {part for name in faulty for part in head(name)}
+    shapes = {places[name].weight.shape[-2:] for name in faulty}
+    alike = [name for name, one in places.items() if one.weight.shape[-2:] in shapes and name not in faulty]
+    alike = [name for name in alike[:_MOST_ORIGINS] if stored.intersection(head(name))]
+    return dict(parts_of_others([*faulty, *alike[:_MOST_UNLIKE]], read))
 
 
 _MOST_UNLIKE = 64  # stored layers to look for

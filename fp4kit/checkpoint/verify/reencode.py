@@ -22,7 +22,16 @@ from typing import Any, NamedTuple, cast
 import numpy as np
 import numpy.typing as npt
 
-from fp4kit.checkpoint.containers.table import CODES, COLUMN_SCALE, INPUT_SCALE, LOW_RANK_A, SCALES, VALUES, Container
+from fp4kit.checkpoint.containers.table import (
+    CODES,
+    COLUMN_SCALE,
+    INPUT_SCALE,
+    LOW_RANK_A,
+    OUTER_SCALE,
+    SCALES,
+    VALUES,
+    Container,
+)
 from fp4kit.checkpoint.convert.job import (
     DEQUANTIZE,
     MERGE,
@@ -40,9 +49,17 @@ from fp4kit.checkpoint.convert.run_jobs import PIECE, join_group, measure_job, p
 from fp4kit.checkpoint.executors import run_all
 from fp4kit.checkpoint.findings import is_low, noise_of, zeros_of
 from fp4kit.checkpoint.identify.corruptions import StoredLayer
-from fp4kit.checkpoint.identify.diagnose import HOLDS, Fp8Layer, confirmed, explain, explain_fp8, without_numbers
-from fp4kit.checkpoint.identify.hypotheses import MadeBy
-from fp4kit.checkpoint.identify.run import Place, other_places, stored_layer
+from fp4kit.checkpoint.identify.diagnose import (
+    HOLDS,
+    Fp8Layer,
+    confirmed,
+    explain,
+    explain_fp8,
+    plain_of,
+    without_numbers,
+)
+from fp4kit.checkpoint.identify.hypotheses import Layout, MadeBy
+from fp4kit.checkpoint.identify.run import Place, other_places, parts_elsewhere, stored_layer
 from fp4kit.checkpoint.model.doubts import doubt_of
 from fp4kit.checkpoint.model.inspect import inspect_checkpoint
 from fp4kit.checkpoint.model.model_files import Source
@@ -148,6 +165,7 @@ class Check:
     may_saturate: True if it is unknown whether the conversion replaced NaN and infinities. The job keeps them; if its
         result differs from the file, run_check tries again with replacements.
     repairs: the parts with which reconcile gave the matrix one tensor scale, once per repair; () if it did not.
+    lost: the jobs of layers that belong to its fused layer in the source, and that the checkpoint has not in whole.
     """
 
     stored: Weight
@@ -157,6 +175,7 @@ class Check:
     why: str = ""
     may_saturate: bool = False
     repairs: tuple[tuple[Part, ...], ...] = ()
+    lost: tuple[Job, ...] = ()
 
     @property
     def key(self) -> str:
@@ -256,6 +275,29 @@ def checks_of(
             job, why = _job(weight, e, origin, group, settings, device, group in merged)
             repairs = settings.repairs.get((weight.name, e), ())
             yield Check(weight, e, origin, job, why, settings.nonfinite is None, repairs)
+
+
+def with_lost_members(checks: Iterable[Check], known: Iterable[Weight], kept: Collection[str]) -> Iterator[Check]:
+    """Yield the checks, with ``lost`` if layers of the source that may have raised their amax have no check.
+
+    known: the weights of the source.
+    kept: the names of the tensors that the checkpoint keeps unquantized.
+    """
+    checks = list(checks)
+    used = {check.origin.weight.name for check in checks if check.origin is not None}
+    single = {w.name: w for w in known if w.experts == 1}
+    lost = [name for name, w in single.items() if name not in used and w.tensor not in kept]
+    groups = shared_amax_groups([*used, *lost])
+    members: dict[str, list[Weight]] = defaultdict(list)
+    for name in lost:
+        members[groups.get(name, "")].append(single[name])
+    for check in checks:
+        job, origin = check.job, check.origin
+        found = [] if origin is None or not check.needs_amax else members[groups.get(origin.weight.name, " ")]
+        if job is not None and found and job.group:
+            jobs = (replace(job, key=f"{job.group} {w.name}", source=w, expert=0, span=None) for w in found)
+            check = replace(check, lost=tuple(jobs))
+        yield check
 
 
 def checks_of_restored(stored: Iterable[Weight], layers: Iterable[Restored], settings: Settings) -> Iterator[Check]:
@@ -514,6 +556,9 @@ def run(checks: Sequence[Check], executor: Executor | None, tick: Callable[[int]
         job = wanted[one.key].job
         assert job is not None
         members[job.group].append(one)
+    lost = {job.key: job for check in wanted.values() for job in check.lost}
+    for one in run_all(executor, deque((measure_job, (job,)) for job in lost.values())):
+        members[lost[one.key].group].append(one)
     shared = {group: join_group(found) for group, found in members.items()}
     rescalings = _rescalings(checks, {one.key: one for found in members.values() for one in found})
     alone = {one.key: one for found in members.values() if len(found) > 1 for one in found}
@@ -882,6 +927,7 @@ def _db_of_rows(
 _MOST_FAULTY = 4  # at most this many layers are searched for any fault, which takes much longer than comparing
 _MOST_ELEMENTS = 1 << 29  # layers with so many elements together are compared with the faults of others
 _FAULTY_ELEMENTS = 1 << 26  # layers with more elements are not examined
+_MOST_WITH_PARTS = 16  # layers of which single parts are compared with those of other layers
 _NEAR_USUAL_DB = 10.0  # an AWQ layer's SQNR under the right factors is within this of the format's usual SQNR
 
 
@@ -898,6 +944,13 @@ def faults_of(checks: Iterable[Check], names: Collection[str]) -> dict[str, str]
     moved = other_places([places[name] for name in names if name in places], [*places.values()])
     is_many = len(moved) > _MOST_FAULTY
     found = {one.name: f"{HOLDS} of the source" if is_many else f"holds {other.origin_name}" for one, other in moved}
+    first = dict.fromkeys([*(one.name for one, _ in moved), *(name for name in names if name in places)])
+    parts = _parts_of_others([*first][:_MOST_WITH_PARTS], by_name, groups, places)
+    for one, other in moved:  # with equal tensor scales, codes and block scales are the whole layer
+        both = "; ".join(f"holds the {part} of {other.name}" for part in ("codes", "block scales"))
+        if parts.get(one.name) == both and groups.get(one.name) == groups.get(other.name, ""):
+            del parts[one.name]
+    found |= parts
     suitable = [by_name[name] for name in names if name in by_name and name not in found]
     tried = [check for check in suitable if prod(check.stored.shape) <= _FAULTY_ELEMENTS]
     faults: dict[str, str] = {}
@@ -919,6 +972,27 @@ def faults_of(checks: Iterable[Check], names: Collection[str]) -> dict[str, str]
         kind = without_numbers(fault)  # so that layers with the same fault have one text
         found[name] = (kind if kinds[kind] > _MOST_FAULTY else fault) + left * (name in faults)
     return found
+
+
+def _parts_of_others(
+    names: Sequence[str], checks: Mapping[str, Check], groups: Mapping[str, str], places: Mapping[str, Place]
+) -> dict[str, str]:
+    """Return {layer: fault as text} for layers in ``names`` that hold the codes or scales of other layers."""
+    with Readers() as readers:
+
+        def read(name: str) -> Layout | None:
+            stored, origin = places[name].weight, places[name].origin
+            parts = stored_layer(stored, 0, readers)
+            if isinstance(parts, Fp8Layer) or {COLUMN_SCALE, LOW_RANK_A, OUTER_SCALE} & stored.parts.keys():
+                return None
+            members = [
+                one.origin for other, one in checks.items() if groups.get(other, other) == groups.get(name, name)
+            ]
+            amaxes = [float(one.amax(readers)) for one in members if one is not None]
+            return plain_of(parts, origin.values(readers), (max(amaxes, default=0.0),), None)
+
+        found = parts_elsewhere(names, places, readers, read)
+    return {name: one.sentence.partition(", by ")[0] for name, one in found.items()}
 
 
 def _fault_of(check: Check, members: list[Check], readers: Readers, known: dict[MadeBy, None], search: bool) -> str:

@@ -517,6 +517,9 @@ def _compared_with_source(
     # GGUF files are written with scales of their own, and with those of a directory, in which fused layers share them.
     groups = reencode.equal_scale_groups(weights, made_from) if view else None
     checks = (*reencode.checks_of(weights, made_from, settings, groups),)
+    if view is None:
+        kept = {name for name, (_, entry) in model.tensors.items() if entry.dtype in FLOAT_DTYPES}
+        checks = (*reencode.with_lost_members(checks, known.values(), kept),)
     checks += (*_restored(model, original, settings, {check.stored.name for check in checks}),)
     transposed = reencode.transposed_from(weights, original)
     made = {part.entry.name for check in checks for part in check.stored.parts.values()}
@@ -722,8 +725,9 @@ def _issues_of_layers(
     kept = [layer for layer in layers if layer.name not in lost]  # of the others, the zeros are the cause
     far = [*chain.from_iterable(_too_far(layer, smoothing.layers.get(layer.name), settings.weighted) for layer in kept)]
     yield from far
-    # More than 1% of the bytes of the codes, or of those of the block scales, differ.
-    different = [x.name for x in kept if any(100 * count > compared for count, compared in (x.codes, x.scales))]
+    # More than 1% of the bytes of the codes or of the block scales differ, or the tensor scale does.
+    scaled = {one.check.stored.name for one in found if one.differing.get(TENSOR_SCALE)}
+    different = [x.name for x in kept if x.name in scaled or any(100 * count > of for count, of in (x.codes, x.scales))]
     faults = reencode.faults_of(prepared.checks, dict.fromkeys([*(issue.subject for issue in far), *different]))
     yield from (Issue("error", name, f"{fault}{_REPAIR}") for name, fault in faults.items())
     yield from (Issue("warning", name, _SMOOTHED) for name in smoothing.norms)

@@ -347,17 +347,23 @@ PARTS = {  # part: the ends of its tensor in the containers that convert writes
     "block scales": (".weight_scale",),
     "tensor scale": (".weight_scale_2", ".weight_global_scale"),
 }
-PARTS_OF = [(part, recipe) for recipe in ("nvfp4-te", "mxfp4-ocp", "nvfp4-te-2d") for part in PARTS]
-PARTS_OF.remove(("tensor scale", "mxfp4-ocp"))
+# The others of a gated pair share a tensor scale, and their rows are tried as another order of rows.
+PARTS_OF = [
+    (part, recipe, pair)
+    for recipe in ("nvfp4-te", "mxfp4-ocp", "nvfp4-te-2d")
+    for part in PARTS
+    for pair in ("0.mlp.down_proj 1.mlp.down_proj", "0.mlp.gate_proj 0.mlp.up_proj", "0.mlp.gate_proj 1.mlp.gate_proj")
+    if part != "tensor scale" or (recipe != "mxfp4-ocp" and "up_proj" not in pair)
+]
 
 
 @pytest.mark.parametrize("both", [True, False], ids=["exchanged", "copied"])
-@pytest.mark.parametrize("case", every(3, PARTS_OF), ids="-".join)
+@pytest.mark.parametrize("case", every(5, PARTS_OF), ids="-".join)
 def test_parts_of_other_layers_are_named(
-    made: Callable[[str], Path], tmp_path: Path, case: tuple[str, str], both: bool
+    made: Callable[[str], Path], tmp_path: Path, case: tuple[str, str, str], both: bool
 ) -> None:
-    part, recipe = case
-    one, other = "model.layers.0.mlp.down_proj", "model.layers.1.mlp.down_proj"
+    part, recipe, pair = case
+    one, other = (f"model.layers.{name}" for name in pair.split())
     tensors = {name: np.array(x) for name, x in oracle.arrays(oracle.load(made(recipe))).items()}
     new = dict(tensors)
     for layer, from_ in ((one, other), (other, one))[: 1 + both]:
@@ -370,6 +376,8 @@ def test_parts_of_other_layers_are_named(
         list(wanted.items())[: 1 + both]
     )
     assert verdict.problems == (f"holds the {part} of another layer, {1 + both} of 12 layers",)
+    found = {x.subject: x.text for x in verify(path, source).issues if x.text.startswith("holds ")}
+    assert {layer: text.split(", as")[0] for layer, text in found.items()} == (dict(list(wanted.items())[: 1 + both]))
 
 
 def test_a_part_that_is_not_whole_is_not_named(made: Callable[[str], Path], tmp_path: Path) -> None:

@@ -437,6 +437,21 @@ def test_traps_are_warnings_that_name_the_engine(tmp_path: Path) -> None:
     assert report.clean and any(loader.startswith("transformers") and "global scale" in text for loader, text in texts)
 
 
+@pytest.mark.parametrize("ends", [(".weight_scale",), (".weight",), (".weight", ".weight_scale", ".weight_scale_2")])
+def test_a_lost_layer_does_not_accuse_those_that_share_its_scale(tmp_path: Path, ends: tuple[str, ...]) -> None:
+    """The amax of q, k and v, and of gate and up, includes that of a member which the checkpoint has not in whole."""
+    model, source = made(tmp_path)
+    tensors, config = oracle.load(model), json.loads((model / "config.json").read_text())
+    for layer in ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "mlp.gate_proj", "mlp.up_proj"):
+        shutil.rmtree(model)
+        lost = {f"model.layers.0.{layer}{end}" for end in ends}
+        assert lost <= tensors.keys()
+        arrays = oracle.arrays({name: x for name, x in tensors.items() if name not in lost})
+        synthetic.write_model(model, config, arrays)
+        report = verify(model, source, ignore=("*",) if len(ends) < 3 else ())
+        assert not report.clean and len(report.layers) == 13 and not any(one.differing for one in report.layers)
+
+
 def test_tensors_of_one_side(tmp_path: Path) -> None:
     """verify reports tensors that only the model or only the source has, and tensors that differ in shape or dtype.
 
