@@ -546,7 +546,7 @@ def _check_base(root: Path, patch: Patch) -> None:
             if size != needed.nbytes:
                 raise CheckpointError(
                     f"{shown(name)}: has {size} bytes in {root}; the patch was made from a file of"
-                    f" {needed.nbytes} bytes"
+                    f" {needed.nbytes} bytes; name the old version"
                 )
 
 

@@ -142,6 +142,8 @@ def _next_step(report: VerifyReport) -> str:
         return f"fp4kit verify {path} --source SRC"
     names, source = {layer.name for layer in report.layers}, shlex.quote(str(report.source))
     errors = [one for one in report.issues if one.severity == "error" and one.subject in names]
+    if not errors and not any(layer.compared for layer in report.layers):
+        return f"fp4kit identify {path} --source {source}, which finds the recipe to compare by"
     of_inputs = {layer.name for layer in report.layers if {one.part for one in layer.first} == {INPUT_SCALE}}
     if any(one.subject not in of_inputs and not one.text.startswith("input_") for one in errors):
         return f"fp4kit identify {path} --source {source}, which says what made the layers"
@@ -397,7 +399,8 @@ COMMANDS = {
     "verify": Command(
         _verify,
         "Check the files of a checkpoint against its manifest, and its scales and configs against what"
-        " engines require. With --source, quantize the source again and compare every byte.",
+        " engines require. With --source, quantize the source again by the recipe that DST records or --recipe gives,"
+        " and compare every byte.",
         {
             "fp4kit verify Llama-NVFP4 --source Llama": "compare every byte with the original, quantized again",
             "fp4kit verify Llama-NVFP4": "check the files and what engines require",

@@ -201,7 +201,9 @@ def serving_of(op: str, engine: Any, scheme: Any, route: Any = None, format: Any
         raise ValueError(f"{op}: engine is {engine!r:.60}; {why}{needed}")
     schemes = [row.scheme for row in rows]
     if scheme is None:
-        raise ValueError(f"{op}: engine={rows[0].engine!r} needs a scheme too; {_one_of(schemes)}")
+        raise ValueError(
+            f"{op}: engine {rows[0].engine} needs a scheme too; {_one_of(schemes)}, as scheme= or --scheme"
+        )
     scheme = as_word(op, "scheme", scheme)
     found = [row for row in rows if row.scheme == scheme.lower()]
     if not found:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
@@ -101,7 +102,8 @@ def refused_in(items: Collection[Item], ignore: Collection[str] = ()) -> list[It
     """Return the refused items. Raise CheckpointError if a glob in ``ignore`` is useless (see check)."""
     for pattern in ignore:
         if not any(item.group == IGNORED and fnmatchcase(item.name, pattern) for item in items):
-            near = similar_glob(pattern, [item.name for item in items if item.group in (IGNORED, REFUSED)])
+            names = [item.name for item in items if item.group in (IGNORED, REFUSED)]
+            near = similar_glob(pattern, names) or (f"names are such as {shown(names[0])}; " if names else "")
             raise CheckpointError(f"--ignore {shown(pattern)}: matches nothing that is refused; {near}leave it out")
     return [item for item in items if item.group == REFUSED]
 
@@ -110,7 +112,8 @@ def refusal(refused: list[Item]) -> str:
     """Return the error message for refused items."""
     lines = reasons(refused)
     rest = [f"{len(lines) - 4} more kinds, listed by fp4kit inspect"] if len(lines) > 4 else []
-    return "; ".join([*lines[:4], *rest]) + "; --ignore NAME leaves one out at your own risk"
+    names = f"NAME, such as {shlex.quote(shown(refused[0].name))},"
+    return "; ".join([*lines[:4], *rest]) + f"; --ignore {names} leaves one out at your own risk"
 
 
 def reasons(refused: Iterable[Item]) -> list[str]:

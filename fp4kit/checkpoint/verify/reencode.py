@@ -357,7 +357,7 @@ def _job(
     action = MERGE if action == RENAME and shares else action
     if action not in (RENAME, DEQUANTIZE):
         if recipe is None:
-            return None, "no recipe is recorded; give one with --recipe"
+            return None, NO_RECIPE
         if form is None or not form.stores(recipe):
             return None, f"{form} cannot store {recipe.id}; give the right recipe with --recipe"
         if recipe.stochastic_only:
@@ -391,6 +391,7 @@ def _job(
     ), ""
 
 
+NO_RECIPE = "no recipe is recorded; give one with --recipe, which fp4kit identify finds"
 _WITHOUT_WEIGHTS = "their scales were searched with column weights; give the weights with --column-weights or --imatrix"
 
 

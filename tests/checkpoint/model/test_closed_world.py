@@ -194,7 +194,7 @@ def test_ignore_insists_and_is_recorded(sound: Make, tmp_path: Path) -> None:
     assert list(ignore) in json.loads((tmp_path / "out" / MANIFEST).read_text())["request"].values()
     with refused("quantization_config.rotation"):
         make_plan(model, format="bf16", ignore=ignore[:1])
-    with refused("--ignore *.bias: matches nothing that is refused; leave it out"):
+    with refused(f"--ignore *.bias: matches nothing that is refused; names are such as {ignore[0]}; leave it out"):
         make_plan(model, format="bf16", ignore=(*ignore, "*.bias"))
     issues = verify(model, ignore=ignore).issues
     assert [issue.severity for issue in issues if "left out by --ignore" in issue.text] == ["warning", "warning"]

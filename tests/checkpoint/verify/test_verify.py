@@ -503,7 +503,11 @@ def test_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     edit(model / "config.json", lambda c: c["quantization_config"].pop("fp4kit"))
     report = verify(model, source)
     assert (report.recipe, report.manifest, report.clean) == (None, "none", True)
-    text = "14 layers are not re-encoded: no recipe is recorded; give one with --recipe"
+    assert main(["verify", str(model), "--source", str(source)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert f"next: fp4kit identify {model} --source {source}, which finds the recipe to compare by" in lines
+    assert not any(line.startswith("serve") for line in lines)
+    text = "14 layers are not re-encoded: no recipe is recorded; give one with --recipe, which fp4kit identify finds"
     assert text in [issue.text for issue in report.issues]
     assert all(layer.compared == 0 and (layer.tally.sqnr_db or 0) > 18 for layer in report.layers)
     assert verify(model, source, "nvfp4-te").layers[0].compared
