@@ -25,10 +25,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 # Count -> (limit; goal). A limit goes down, and up only by what a new capability needs.
 LIMITS: dict[str, tuple[float, float]] = {
-    "code lines of the package": (72350, 52000),
+    "code lines of the package": (72450, 52000),
     "Python modules": (206, 200),
     "Python modules in one folder": (15, 15),
-    "import lines": (3925, 3300),
+    "import lines": (3945, 3300),
     "texts per code line": (0.36, 0.38),
     "docstring lines of private functions": (1940, 2500),
     "code lines of tests": (62850, 42000),
