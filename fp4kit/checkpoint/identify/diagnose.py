@@ -344,10 +344,16 @@ def _is_same(a: Any, b: Any) -> bool:
     return np.array_equal(a, b)
 
 
-def plain_of(layer: StoredLayer, x: np.ndarray, amaxes: tuple[float, ...], other: np.ndarray | None) -> Layout | None:
+def plain_of(
+    layer: StoredLayer,
+    x: np.ndarray,
+    amaxes: tuple[float, ...],
+    other: np.ndarray | None = None,
+    recipes: tuple[Recipe, ...] = (),
+) -> Layout | None:
     """Return the plain layout of a layer whose parts can be compared with those of other layers, otherwise None."""
     usable = layer.shape == x.shape and layer.in_order(x) and x.dtype in FLOATS
-    evidence = LayerEvidence(layer, x, other)
+    evidence = LayerEvidence(layer, x, other, recipes=recipes)
     return hypotheses.plain_layout(_with_amaxes(evidence, hypotheses.own_amax(x), amaxes)) if usable else None
 
 
@@ -357,7 +363,8 @@ def parts_of_others(names: Sequence[str], read: Callable[[str], Layout | None]) 
     head, made, stored = np.arange(_FEW_ROWS), dict[str, list[_Expected]](), dict[str, tuple[Any, ...]]()
     for name in names:
         if (plain := read(name)) is not None and plain.shape[0] >= len(head):
-            tried = [(r, a) for r in hypotheses.recipes_of(plain.recipe) for a in _known_amaxes(plain, r)]
+            possible = plain.evidence.recipes or hypotheses.recipes_of(plain.recipe)
+            tried = [(r, a) for r in possible for a in _known_amaxes(plain, r)]
             made[name] = [(r, a, hypotheses.expected_parts(plain, head, r, a)) for r, a in tried]
             stored[name] = _stored(plain, head)
     for name, have in stored.items():

@@ -665,6 +665,8 @@ def parts_elsewhere(
     shapes = {places[name].weight.shape[-2:] for name in faulty}
     alike = [name for name, one in places.items() if one.weight.shape[-2:] in shapes and name not in faulty]
     alike = [name for name in alike[:_MOST_ORIGINS] if stored.intersection(head(name))]
+    leaves = {split_module(name)[1] for name in faulty}
+    alike.sort(key=lambda name: split_module(name)[1] not in leaves)  # of layers with one tensor scale, those first
     return dict(parts_of_others([*faulty, *alike[:_MOST_UNLIKE]], read))
 
 

@@ -945,7 +945,8 @@ def faults_of(checks: Iterable[Check], names: Collection[str]) -> dict[str, str]
     moved = other_places([places[name] for name in names if name in places], [*places.values()])
     is_many = len(moved) > _MOST_FAULTY
     found = {one.name: f"{HOLDS} of the source" if is_many else f"holds {other.origin_name}" for one, other in moved}
-    first = dict.fromkeys([*(one.name for one, _ in moved), *(name for name in names if name in places)])
+    first = dict.fromkeys(one.name for one, _ in moved)
+    first |= dict.fromkeys(name for name in names if name in places and by_name[name].job is not None)
     parts = _parts_of_others([*first][:_MOST_WITH_PARTS], by_name, groups, places)
     for one, other in moved:  # with equal tensor scales, codes and block scales are the whole layer
         both = "; ".join(f"holds the {part} of {other.name}" for part in ("codes", "block scales"))
@@ -990,7 +991,9 @@ def _parts_of_others(
                 one.origin for other, one in checks.items() if groups.get(other, other) == groups.get(name, name)
             ]
             amaxes = [float(one.amax(readers)) for one in members if one is not None]
-            return plain_of(parts, origin.values(readers), (max(amaxes, default=0.0),), None)
+            job = checks[name].job
+            recipes = () if job is None or job.recipe is None else (job.recipe,)
+            return plain_of(parts, origin.values(readers), (max(amaxes, default=0.0),), recipes=recipes)
 
         found = parts_elsewhere(names, places, readers, read)
     return {name: one.sentence.partition(", by ")[0] for name, one in found.items()}
