@@ -47,7 +47,7 @@ from fp4kit.checkpoint.selection.selection import Wishes
 from fp4kit.cli import conversion_summary
 from fp4kit.cli.command import DIFFERENT, DONE, Command, path_flag
 from fp4kit.cli.output import Output
-from fp4kit.storage.files import CheckpointError, listed, shown
+from fp4kit.storage.files import CheckpointError, counted, listed, shown
 from fp4kit.storage.gguf_file import is_gguf
 
 _BY_ENGINE = "; use --format modelopt for vLLM and SGLang, or --format compressed-tensors, which transformers loads too"
@@ -418,7 +418,7 @@ def _source(paths: Sequence[str], demo: bool) -> Path:
     wanted = 1 if demo else 2
     if len(paths) != wanted:
         raise CheckpointError(
-            f"got {len(paths)} path(s); {'--demo needs one: DST' if demo else 'two are needed: SRC DST'}"
+            f"got {counted(len(paths), 'path')}; {'--demo needs one: DST' if demo else 'two are needed: SRC DST'}"
         )
     return demo_source() if demo else Path(paths[0])
 

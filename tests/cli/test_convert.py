@@ -299,8 +299,8 @@ def test_convert_activations(tmp_path: Path, run: Run) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["convert", "only"], "fp4kit convert: got 1 path(s); two are needed: SRC DST\n"),
-        (["convert", "--demo", "a", "b"], "fp4kit convert: got 2 path(s); --demo needs one: DST\n"),
+        (["convert", "only"], "fp4kit convert: got 1 path; two are needed: SRC DST\n"),
+        (["convert", "--demo", "a", "b"], "fp4kit convert: got 2 paths; --demo needs one: DST\n"),
         (
             ["convert", "none", "out"],
             "fp4kit convert: none: does not exist; a Hugging Face model directory, a .safetensors or a GGUF file is"
