@@ -724,7 +724,14 @@ def _misfits(form: Container, parts: Parts, module: str) -> Iterator[str]:
     """Yield what keeps a layer from being read as a container, if it is near."""
     codes = parts.get(form.suffixes[CODES])
     others = {table.TAG, table.COLUMN_SCALE, table.LOW_RANK_A, table.OUTER_SCALE} & set(form.suffixes)
-    if codes is None or form.in_blocks or form.is_cast or others or codes.dtype != form.codes_dtype:
+    if form.in_blocks or form.is_cast or others:
+        return
+    has_tensor_scale = form.suffixes.get(TENSOR_SCALE) in parts
+    if codes is None:
+        if has_tensor_scale and form.suffixes.get(SCALES) in parts:
+            yield f"scales of {form}, but {shown(module + form.suffixes[CODES])} is missing"
+        return
+    if codes.dtype != form.codes_dtype:
         return
     shape = form.shape_of(codes.shape)
     if shape is None or SCALES not in form.suffixes:
@@ -732,7 +739,7 @@ def _misfits(form: Container, parts: Parts, module: str) -> Iterator[str]:
     specs = form.specs(shape, form.suffixes.get(table.INPUT_SCALE) in parts)
     scales = parts.get(form.suffixes[SCALES])
     if scales is None:
-        if form.suffixes[CODES] not in (".weight", ""):
+        if has_tensor_scale or form.suffixes[CODES] not in (".weight", ""):
             yield f"codes of {form}, but {shown(module + form.suffixes[SCALES])} is missing"
         return
     if scales.dtype != specs[SCALES][0] and scales.shape not in form.shapes_of_scales(shape):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from dataclasses import replace
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import oracle
 import pytest
 import synthetic
 from synthetic import random, refused
@@ -81,6 +83,21 @@ def test_parts_of_no_known_form(tmp_path: Path, case: str) -> None:
     packed = f"{case} (U8 [4, 4]): packed weights or scales " if case.startswith("a.") else ""
     with refused(f"{packed}in a format that fp4kit does not read in models"):
         make_plan(tmp_path / "m")
+
+
+@pytest.mark.parametrize("format", ["modelopt", "compressed-tensors"])
+def test_a_part_that_is_lost_is_named(tmp_path: Path, format: str) -> None:
+    """Codes and block scales beside a tensor scale tell which format the layer had. A lost tensor scale is a fault."""
+    synthetic.dense(tmp_path / "m")
+    convert(tmp_path / "m", tmp_path / "q", "nvfp4-te", format=format)
+    tensors = oracle.arrays(oracle.load(tmp_path / "q"))
+    for end in (".weight", ".weight_packed", ".weight_scale"):
+        lost = f"model.layers.0.mlp.up_proj{end}"
+        if lost in tensors:
+            config = json.loads((tmp_path / "q" / "config.json").read_text())
+            synthetic.write_model(tmp_path / end, config, {name: x for name, x in tensors.items() if name != lost})
+            with refused(f"but {lost} is missing); take the file from another copy of the model"):
+                make_plan(tmp_path / end, format="bf16")
 
 
 def test_values_that_would_change(tmp_path: Path) -> None:
