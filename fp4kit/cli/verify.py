@@ -26,7 +26,7 @@ from fp4kit.checkpoint.verify.compare import (
     TensorDifference,
     compare_checkpoints,
 )
-from fp4kit.checkpoint.verify.reencode import Difference
+from fp4kit.checkpoint.verify.reencode import NO_RECIPE, Difference
 from fp4kit.checkpoint.verify.report import summary_of, unchecked, write_report
 from fp4kit.checkpoint.verify.verify import LayerReport, VerifyReport, execute, prepare
 from fp4kit.cli.command import DIFFERENT, DONE, Command, path_flag
@@ -142,7 +142,7 @@ def _next_step(report: VerifyReport) -> str:
         return f"fp4kit verify {path} --source SRC"
     names, source = {layer.name for layer in report.layers}, shlex.quote(str(report.source))
     errors = [one for one in report.issues if one.severity == "error" and one.subject in names]
-    if not errors and not any(layer.compared for layer in report.layers):
+    if not errors and any(NO_RECIPE in issue.text for issue in report.issues):
         return f"fp4kit identify {path} --source {source}, which finds the recipe to compare by"
     of_inputs = {layer.name for layer in report.layers if {one.part for one in layer.first} == {INPUT_SCALE}}
     if any(one.subject not in of_inputs and not one.text.startswith("input_") for one in errors):

@@ -69,7 +69,9 @@ def _names(config: Mapping[str, Any], key: str) -> bool:
 
 _TOKENIZER = "tokenizer.json"
 # Files that map text to tokens. Where there is a tokenizer.json, engines read none of the others except *.model.
-_TOKENS = re.compile(rf"{re.escape(_TOKENIZER)}|\w+\.model|vocab\.(json|txt)|merges\.txt|.*\.tiktoken")
+_TOKENS = re.compile(
+    rf"{re.escape(_TOKENIZER)}|[\w.-]+\.(model|tiktoken)|[\w-]*vocab[\w-]*\.(json|txt)|merges\.txt|tekken\.json"
+)
 _OTHERS = re.compile(r"(tokenizer|generation|\w*processor)_config\.json|chat_template\.\w+")
 # Entries of tokenizer.json that decide which tokens a text has, and entries that each call of the tokenizer sets.
 _IDS, _OF_CALLS = ("model.vocab", "model.merges"), ("truncation", "padding", "version")

@@ -284,18 +284,18 @@ def with_lost_members(checks: Iterable[Check], known: Iterable[Weight], kept: Co
     kept: the names of the tensors that the checkpoint keeps unquantized.
     """
     checks = list(checks)
-    used = {check.origin.weight.name for check in checks if check.origin is not None}
-    single = {w.name: w for w in known if w.experts == 1}
-    lost = [name for name, w in single.items() if name not in used and w.tensor not in kept]
-    groups = shared_amax_groups([*used, *lost])
+    found = [check.origin for check in checks if check.origin is not None]
+    used = {*kept, *(name for origin in found for name in origin.names)}
+    lost_weights = {w.name: w for w in known if w.experts == 1 and w.tensor not in used}
+    groups = shared_amax_groups([*(origin.weight.name for origin in found), *lost_weights])
     members: dict[str, list[Weight]] = defaultdict(list)
-    for name in lost:
-        members[groups.get(name, "")].append(single[name])
+    for name, weight in lost_weights.items():
+        members[groups.get(name, name)].append(weight)
     for check in checks:
         job, origin = check.job, check.origin
-        found = [] if origin is None or not check.needs_amax else members[groups.get(origin.weight.name, " ")]
-        if job is not None and found and job.group:
-            jobs = (replace(job, key=f"{job.group} {w.name}", source=w, expert=0, span=None) for w in found)
+        if job is not None and origin is not None and check.needs_amax:
+            beside = members.get(groups.get(origin.weight.name, ""), [])
+            jobs = (replace(job, key=f"{job.group} {w.name}", source=w, expert=0, span=None) for w in beside)
             check = replace(check, lost=tuple(jobs))
         yield check
 

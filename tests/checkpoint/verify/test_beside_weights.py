@@ -15,7 +15,7 @@ import synthetic
 from fp4kit.checkpoint import convert
 from fp4kit.checkpoint.findings import opened
 from fp4kit.checkpoint.model.model_files import MANIFEST, open_original
-from fp4kit.checkpoint.verify.beside_weights import unlike_source
+from fp4kit.checkpoint.verify.beside_weights import is_tokenizer, unlike_source
 from fp4kit.checkpoint.verify.verify import prepare, verify_checkpoint
 from fp4kit.cli import main
 from fp4kit.storage.gguf_file import Field, read_gguf
@@ -108,6 +108,13 @@ def entries(change: Callable[[dict[str, Any]], object]) -> Callable[[Path], None
         path.write_text(json.dumps(content, indent=1))
 
     return edited
+
+
+def test_names_of_files_that_hold_tokens() -> None:
+    tokens = ("tokenizer.json", "tokenizer.model", "sentencepiece.bpe.model", "spiece.model", "vocab.json", "vocab.txt")
+    more = ("merges.txt", "tekken.json", "qwen.tiktoken", "rwkv_vocab_v20230424.txt", "encoder-vocab.json")
+    others = ("tokenizer_config.json", "special_tokens_map.json", "config.json", "model.safetensors", "notes.txt")
+    assert all(map(is_tokenizer, (*tokens, *more))) and not any(map(is_tokenizer, others))
 
 
 def swapped(content: dict[str, Any]) -> None:
