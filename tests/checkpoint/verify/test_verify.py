@@ -452,6 +452,12 @@ def test_a_lost_layer_does_not_accuse_those_that_share_its_scale(tmp_path: Path,
         assert not report.clean and len(report.layers) == 13 and not any(one.differing for one in report.layers)
 
 
+@pytest.mark.parametrize("leaf", ["q_proj", "k_proj", "v_proj"])
+def test_a_layer_that_is_kept_has_no_part_in_the_amax_of_the_others(tmp_path: Path, leaf: str) -> None:
+    model, source = made(tmp_path, wishes=Wishes(keep=(f"*.{leaf}",)))
+    assert len(found := verify(model, source).layers) == 12 and not any(one.differing for one in found)
+
+
 def test_tensors_of_one_side(tmp_path: Path) -> None:
     """verify reports tensors that only the model or only the source has, and tensors that differ in shape or dtype.
 
